@@ -229,7 +229,7 @@ class DraftModelSession(BatchedSession):
         return Draft(tree.tokens, tree.parents, q=q, hints=Hints(cost=passes * self._price))
 
     def _grow_there(self, logits: torch.Tensor, root: torch.Tensor, widths: list[int]) -> Passes[Draft]:
-        """As ``_grow``, of full levels, and nothing is read: the next level embeds tokens that are on the device."""
+        """``_grow`` with full levels and without reads: the next level embeds tokens that are on the device."""
         parents, depths, level = [-1], [0], [0]
         tokens, paths = [root], root.new_empty(1, 0)
         q: dict[int, torch.Tensor] = {}
@@ -237,7 +237,7 @@ class DraftModelSession(BatchedSession):
             values = self._sampler.together(logits, paths)
             if self._draws:
                 (chances,) = torch.softmax(values.double(), -1)
-                q[depth] = chances.nan_to_num(1 / self._size)  # NaN of a draft model is not looked for on the device
+                q[depth] = chances.nan_to_num(1 / self._size)  # the device cannot test for NaN without a wait
                 values = q[depth].log()[None]
             if self._samples:
                 values = values + self._noise(depth, depth)  # the rows of a chain are its depths

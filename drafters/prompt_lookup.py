@@ -28,7 +28,7 @@ class PromptLookupConfig:
         max_ngram, min_ngram: lengths of the suffix to look up, the longest first; at most 128.
         tokens: most tokens to propose from one match.
         match: ``rightmost`` (latest) or ``leftmost`` (earliest) occurrence.
-        matches: number of occurrences to propose, as a trie.
+        matches: how many occurrences to propose, as a trie.
         overlap: whether a match that reaches the end of the text continues with the proposal itself, so that a
             repeating text is continued for as long as asked.
     """
@@ -53,7 +53,7 @@ class PromptLookupConfig:
 
 
 class PromptLookup(DrafterBase):
-    """Proposes tokens from the text so far."""
+    """Copies from the text so far."""
 
     name = "prompt_lookup"
     draws = False

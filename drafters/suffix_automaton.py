@@ -118,7 +118,7 @@ class SuffixAutomaton:
 
 
 class Cursor:
-    """Follows a text token by token: the longest suffix of it that occurs in *another* text."""
+    """Follows a text token by token: the longest suffix that occurs in *another* text."""
 
     def __init__(self, automaton: SuffixAutomaton) -> None:
         self._automaton = automaton

@@ -1,6 +1,6 @@
 """Running a DFlash head: blocks of masks behind the texts of one or several sequences.
 
-The text has no queries: each layer's keys and values of it are computed from the target's hidden states. The rows of a
+The text has no queries: each layer computes its keys and values from the target's hidden states. The rows of a
 block attend to the whole text and to each other, to later rows as well.
 """
 

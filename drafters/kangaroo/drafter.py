@@ -178,13 +178,13 @@ class KangarooSession(BatchedSession):
         self._reads_prefix = params.repetition_penalty != 1
         self._ids: Any = torch.empty(1, 0, dtype=torch.long, device=drafter.adapter.norm.device)  # where they are read
         sampled = params.temperature > 0 and params.acceptance != "typical"
-        self._draws = sampled and params.acceptance == "reject"  # from q, or else with the target's own noise
+        self._draws = sampled and params.acceptance == "reject"  # from q, not by the target's noise
         self._noise = drafter.vocabulary.noise(context.noise) if sampled and not self._draws else None
         target = context.target
         self._apart = apart = device_copies.is_apart(target.device) and device_copies.is_apart(target.head_device)
         self._stays = apart and drafter.eta is None
         self._wide = drafter.eta is None and not (apart or self._draws or self._reads_prefix)  # guess behind siblings
-        self._ahead = apart and drafter.eta is not None and drafter.branch == 1  # else what is read says how many rows
+        self._ahead = apart and drafter.eta is not None and drafter.branch == 1  # else reads decide the rows
         # In plain steps: a shallow pass of one row, a guess, and a step by its rows.
         costs, length = context.costs, context.prompt_length
         self._shallow_price, self._guess_price = (
@@ -193,11 +193,11 @@ class KangarooSession(BatchedSession):
         )
         self._steps = costs.steps(length, 2 * most + 1)
         self._deep = 1 - drafter.exit_layer / context.target.num_layers
-        # Of each row that the adapter has seen the chance of its likeliest token, and those kept: or where they are.
+        # For each row that the adapter has run: the chance of its likeliest token, and the kept tokens, or their place.
         self._guessed: list[tuple[float, list[int] | slice]] = []
         self._accepted = Calibration(_ACCEPTED * _GUESSES, _GUESSES)  # guesses, where all above was right
         self._likeliest = Calibration(_RIGHT * _PROMISED, _PROMISED)
-        # By rank, of those guesses; what is not known takes its share of what is left over.
+        # By rank, the share of these guesses that are right; the prior gives each rank its share of the remainder.
         ranks = range(min(drafter.branch, context.max_rows))
         self._ranks = [Calibration(_ACCEPTED * (1 - _ACCEPTED) ** rank * _GUESSES, _GUESSES) for rank in ranks]
 
@@ -244,7 +244,7 @@ class KangarooSession(BatchedSession):
                     [(int(number), chance) for number, chance in zip(*one, strict=True) if chance > 0 and number >= 0]
                     for one in listed
                 ]
-                if not guesses[0]:  # weights so large that the adapter says NaN
+                if not guesses[0]:  # NaN, from very large weights
                     break
                 if drafter.eta is None:
                     above, numbers, reached = self._worth(nodes, reached, guesses, first, left)
@@ -328,7 +328,7 @@ class KangarooSession(BatchedSession):
 
     def _paying(self, hopes: Sequence[float], rows: int) -> int:
         """The number of tokens, likeliest first, with the largest net gain; ``rows``: rows of the draft so far."""
-        # The first token pays for a shallow pass; the others only for a row of it.
+        # The first token pays for a shallow pass; the others pay only for a row in that pass.
         steps, first = self._steps[rows + 1 : rows + 1 + len(hopes)], self._first_price(rows)
         return most_worth(hopes, [0.0, *(first + step - steps[0] for step in steps)])
 
@@ -349,7 +349,7 @@ class KangarooSession(BatchedSession):
         return onward
 
     def _first_price(self, rows: int) -> float:
-        """Of a token behind ``rows`` others: a shallow pass and a deep row."""
+        """The price of a token behind ``rows`` others: a shallow pass and a deep row."""
         return self._shallow_price + self._deep * (self._steps[rows + 1] - self._steps[rows])
 
     def observe(self, seen: Observation) -> None:
@@ -430,17 +430,17 @@ class KangarooSession(BatchedSession):
         return best.values, best.indices, None
 
     def _draw(self, scores: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As ``_rank``, of one token drawn from q, which is the third.
+        """The chance and the index of one token that is drawn from q; and q.
 
-        Its chance rests on q and on what became of other draws, never on the token itself.
+        The chance depends on q and on the record of other draws, never on the token itself.
         """
         q = torch.softmax(scores, -1, dtype=torch.float64)
-        if self._stays:  # NaN of an adapter is not looked for on the device
+        if self._stays:  # the device cannot test for an adapter's NaN without a wait
             q = q.nan_to_num(1 / len(q))
         return (q.max()[None] + self._accepted.share) / 2, self._choice(q)[None], q
 
     def _place(self, depth: int) -> int:
-        """Position of a token that is guessed behind a row of a depth."""
+        """The position of a token that is guessed behind a row of this depth."""
         return len(self._context.tokens) + depth
 
     def _choice(self, q: torch.Tensor, before: int = 0) -> torch.Tensor:

@@ -158,7 +158,7 @@ def _fixed(nodes: Sequence[Node], ranked: Ranked, most: int) -> ScoredTree:
 
 
 def _sound(guesses: Ranked) -> Ranked:
-    """Those of the heads before the first that says NaN, as weights may that are so large that a product overflows."""
+    """The guesses before the first one with NaN, which a product gives that overflows because of large weights."""
     return [*takewhile(lambda guess: not any(map(math.isnan, guess[1])), guesses)]
 
 
@@ -176,7 +176,7 @@ class MedusaSession(BatchedSession):
         self._temperature = params.temperature
         self._samples = params.temperature > 0 and params.acceptance != "typical"
         self._noise = drafter.vocabulary.noise(context.noise)
-        self._processors = replace(params, repetition_penalty=1.0).processors()  # those that read no prefix
+        self._processors = replace(params, repetition_penalty=1.0).processors()  # without the one that reads the text
 
     def passes(self, row_budget: int) -> Passes[Draft]:
         """The tree, less what is deeper than the text may get, has no chance at all or does not fit."""
@@ -216,14 +216,14 @@ class MedusaSession(BatchedSession):
         return tree, 1 + self._margin.size(tree.reach[1:])
 
     def top_k(self, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]] | None:
-        """By the heads' logits [heads, d], the likeliest ones of the tokens that the target will draw; or None."""
+        """The likeliest tokens of the target's draws, from the heads' logits [heads, d], or None."""
         scores, ranks, position = self._processed(logits), self._drafter.ranks, len(self._context.tokens)
         return top_k(scores, ranks, self._noise, position, self._temperature)
 
     def drawn(self, logits: torch.Tensor, depth: torch.Tensor | None = None) -> torch.Tensor:
-        """Of the heads' logits [heads, d], those of the tokens that the target will draw.
+        """[heads, d] logits of the tokens that the target will draw, from the heads' logits.
 
-        ``depth``: of the row that ends a step which is not over, see :class:`specdec.drafter.DeviceStep`.
+        ``depth`` is that of the last row of a step that has not ended, see :class:`specdec.drafter.DeviceStep`.
         """
         position, heads = len(self._context.tokens), range(len(logits))
         if depth is None:
@@ -233,14 +233,14 @@ class MedusaSession(BatchedSession):
         return coupled(self._processed(logits), noise, self._temperature)
 
     def _processed(self, logits: torch.Tensor) -> torch.Tensor:
-        """The heads' logits [heads, d] under the processors that the target's are under."""
+        """The heads' logits [heads, d] after the processors of the target's logits."""
         if not self._processors:
             return logits
         ids = torch.empty(1, 0, dtype=torch.long, device=logits.device)
         return processed(logits.float(), ids, self._processors)
 
     def _brought(self) -> tuple[State, MedusaSession | None]:
-        """What the heads guess from."""
+        """The heads' input, and the session that ranks their guesses with noise; None without sampling."""
         assert self._seen is not None
         return State(self._seen[FINAL], self._last, self._context.root), self if self._samples else None
 

@@ -1,1 +1,1 @@
-"""What several drafters share: trees grown by scored children, vocabularies, trained weights, fingerprints."""
+"""Common parts of drafters: trees grown by scored children, vocabularies, trained weights, fingerprints."""

@@ -1,1 +1,1 @@
-"""Head-to-head: drafters and rivals on the same questions, metrics, an exactness audit, and a report."""
+"""The bench: drafters and rivals on the same questions, with metrics, an exactness audit and a report."""

@@ -25,15 +25,15 @@ from specdec.settings.sampling_params import SamplingParams
 
 __all__ = ["Audit", "Divergence", "audit", "rounding_bound"]
 
-# Logits of two kernels differ by a few units in the last place of the largest; measured, and with room. Transformers
-# computes some softmaxes and norms in float32 whatever the dtype, so float64 is held to float32's rounding.
+# Two kernels' logits differ by a few units in the last place of the largest logit; measured, with a margin.
+# Transformers computes some softmaxes and norms in float32 for every dtype, so float64 gets float32's bound.
 _UNITS = {torch.float64: 64.0, torch.float32: 64.0, torch.float16: 8.0, torch.bfloat16: 4.0}
 
 BUG, ROUNDING = "BUG", "rounding"
 
 
 def rounding_bound(dtype: torch.dtype, scale: float) -> float:
-    """Largest gap of two logits that rounding may close, where the largest logit has magnitude ``scale``."""
+    """The largest gap of two logits that rounding can cause, where the largest logit has magnitude ``scale``."""
     precision = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
     return _UNITS[dtype] * precision * max(scale, 1.0)
 
@@ -80,7 +80,7 @@ class Divergence:
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """One system: answers by outcome. ``uncompared``: why its tokens need not be plain decoding's."""
+    """The outcomes of one system's answers; ``uncompared`` is the reason why its tokens can differ, or empty."""
 
     answers: int = 0
     identical: int = 0
@@ -113,14 +113,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """All systems' verdicts. ``passed`` unless one of ours has a bug."""
+    """All systems' verdicts; ``passed`` is False where one of ours has a bug."""
 
     systems: dict[str, Verdict]
     ours: frozenset[str]
 
     @property
     def bugs(self) -> list[Divergence]:
-        """Those that this package answers for: of its drafters, or of plain decoding against anyone."""
+        """The bugs of this package: of its drafters, or of plain decoding in any comparison."""
         return [
             divergence
             for verdict in self.systems.values()
@@ -142,10 +142,10 @@ def audit(
     """Compare all answers.
 
     Args:
-        records: of a run.
-        systems: the manifest's: label -> ``ours``, ``lossy``, ``comparable``.
+        records: the run's answers.
+        systems: the manifest's systems: label -> ``ours``, ``lossy``, ``comparable``.
         target: the run's model.
-        sampling: the run's.
+        sampling: the run's sampling parameters.
 
     Raises:
         ConfigError: answers are missing, or not of this model.
@@ -214,7 +214,7 @@ def _first_divergence(
             f"{record.system!r} answered {len(record.turns)} turns of question {record.question_id}, {BASELINE!r} "
             f"{len(plain.turns)}; delete both lines, and the run answers that question again"
         )
-    # Up to the first difference the answers, and so the prompts, are the same.
+    # Up to the first difference, answers and therefore prompts are equal.
     turns = enumerate(zip(record.turns, plain.turns, strict=True))
     differing = [(number, mine, base) for number, (mine, base) in turns if mine.token_ids != base.token_ids]
     if not differing:

@@ -23,7 +23,7 @@ __all__ = ["Change", "Comparison", "compare_runs"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure of one system in both runs, and B by A with its 99 % interval."""
+    """One figure of one system in both runs, and the ratio of B to A with its 99 % interval."""
 
     system: str
     group: str
@@ -39,7 +39,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All changes; ``notes``: what is not the same in the two runs."""
+    """All changes; ``notes`` list the differences between the runs' settings."""
 
     changes: list[Change]
     notes: list[str]
@@ -49,7 +49,7 @@ def compare_runs(a: RunFolder, b: RunFolder) -> Comparison:
     """Compare the systems that both runs have, on the questions that both answered.
 
     Raises:
-        ConfigError: no runs, another model or other questions, nothing in common, or answers missing.
+        ConfigError: a folder has no run; models or questions differ; nothing is in common; or answers are missing.
     """
     first, second = a.manifest(), b.manifest()
     for what, key, part in (("models", "model", "fingerprint"), ("questions", "questions", "sha256")):
@@ -93,7 +93,7 @@ def _changes(label: str, a: Answers, b: Answers) -> list[Change]:
 
 
 Sums = list[list[float]]
-"""Of figures by question; a figure is the product of some sums by that of others."""
+"""Figures by question; a compared figure is the product of some sums divided by the product of others."""
 
 
 def _quotient(tops: Sums, bottoms: Sums) -> float:

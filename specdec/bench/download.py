@@ -21,11 +21,11 @@ _GROUPS = dict.fromkeys(("mt_bench", "translation", "summarization", "qa", "math
 def download_spec_bench(url: str = SPEC_BENCH_URL) -> tuple[Path, str]:
     """Fetch the file unless it is there; returns its path and its SHA-256.
 
-    The authors publish no checksum. The file must hold 80 questions in each of the six subtasks, and one that was
-    fetched earlier must still be the one that was fetched.
+    The authors publish no checksum. The file must have 80 questions in each of the six subtasks, and a file from an
+    earlier download must still have the same hash.
 
     Raises:
-        ConfigError: no network, a connection that broke, or a file that is not Spec-Bench's.
+        ConfigError: there is no network, the connection broke, or the file is not Spec-Bench's.
     """
     path = spec_bench_path()
     note = path.with_suffix(".sha256")

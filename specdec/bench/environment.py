@@ -23,7 +23,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """What may change a figure: code, versions, machine, threads."""
+    """Everything that can change a figure: code, versions, machine, threads."""
     commit, dirty = _commit()
     return {
         "commit": commit,
@@ -77,8 +77,8 @@ def describe_model(name: str, target: TransformersTarget) -> dict[str, Any]:
 class MemoryMeter:
     """Peak bytes of a GPU's allocator since ``reset``.
 
-    On a CPU there is nothing to tell: all systems share one process, and its resident set is the same for all.
-    ``scripts/peak_memory.py`` measures each in a process of its own.
+    A CPU has no such figure: all systems share one process and therefore its resident memory.
+    ``scripts/peak_memory.py`` measures each system in a process of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class MemoryMeter:
 
 
 def _commit() -> tuple[str | None, bool]:
-    """Commit of the checkout that this package lies in, and whether it has changes; None outside of a checkout."""
+    """Commit of the checkout with this package, and whether it has changes; None outside of a checkout."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
@@ -103,7 +103,7 @@ def _commit() -> tuple[str | None, bool]:
             return None
         return run.stdout.strip()
 
-    if git("ls-files", "--error-unmatch", "../__init__.py") is None:  # an installed copy inside of someone's repository
+    if git("ls-files", "--error-unmatch", "../__init__.py") is None:  # installed inside another repository
         return None, False
     commit = git("rev-parse", "--short=10", "HEAD")
     return commit, bool(git("status", "--porcelain", "--untracked-files=no"))

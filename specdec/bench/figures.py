@@ -40,7 +40,7 @@ _PHASES = {
 
 
 def draw_figures(metrics: Metrics, manifest: Mapping[str, Any], caption: str) -> dict[str, Figure]:
-    """Name -> figure; one that the run has no figures for is left out."""
+    """Figures by name; a figure without data in the run is left out."""
     batches = {system: groups[OVERALL] for system, groups in metrics.rows.items() if groups[OVERALL].answered}
     metrics = metrics.one_by_one()
     overall = {system: row for system, row in batches.items() if system in metrics.rows}
@@ -71,12 +71,12 @@ def _styles(systems: Sequence[str]) -> dict[str, Style]:
 
 
 def sign(figure: Figure, caption: str) -> None:
-    """Write at the foot of a figure how it was made."""
+    """Write below a figure how it was made."""
     figure.supxlabel(caption, fontsize=6.5, color="#666666", x=0.01, ha="left")
 
 
 def _panels(titles: Sequence[str], title: str, x: str, y: str, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel of that size, in inches, for each of ``titles``: four in a line, with axes in common."""
+    """A figure with one panel of that size, in inches, for each of ``titles``; four in a line, with shared axes."""
     columns = min(4, len(titles))
     lines = -(-len(titles) // columns)
     figure = new_figure(size[0] * columns + 0.8, size[1] * lines + 0.8)
@@ -120,7 +120,7 @@ def _one_panel(height: float) -> tuple[Figure, Axes]:
 
 
 def _batch(rows: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | None:
-    """Speedup over batch size, a line per system; one that answers one at a time is a mark."""
+    """Speedup over batch size, a line per system; a system that answers one question at a time is a point."""
     lines: dict[str, dict[int, float]] = {}
     for label, row in rows.items():
         system, size = at_once(label)
@@ -146,7 +146,7 @@ def _ctar(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | N
     figure, axes = _one_panel(4.2)
     depth = range(1, DEPTH + 1)
     for system, row in rows.items():
-        # One zero ends a curve: a row of them at the bottom would only hide one another.
+        # A curve ends with its first zero: a row of zeros at the bottom would overlap with others.
         shown = row.ctar[: row.ctar.index(0.0) + 1] if 0.0 in row.ctar else row.ctar
         curve = [100 * share for share in shown]
         axes.plot(depth[: len(curve)], curve, lw=1.6, ms=5, label=system, clip_on=False, **styles[system])

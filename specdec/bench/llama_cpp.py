@@ -1,7 +1,7 @@
 """llama.cpp as a rival: greedy decoding through its C interface, from a GGUF file with the target's own weights.
 
-Needs ``pip install llama-cpp-python gguf``. Tokens go in and come out as numbers, so no tokenizer is involved. With
-``file`` it decodes that file instead, such as a quantised one: another model, so it counts as lossy.
+It needs ``pip install llama-cpp-python gguf``. Tokens go in and come out as ids, so no tokenizer is involved. With
+``file``, it decodes that file instead, for example a quantised one; that is another model, so it counts as lossy.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from specdec.models.transformers_target import TransformersTarget
 __all__ = ["LlamaCpp"]
 
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_BATCH = 512  # tokens per forward of the prompt, which is ours too
+_BATCH = 512  # tokens in a forward of the prompt, equal to ours
 
 
 class LlamaCpp(Rival):
     """Greedy decoding by llama.cpp on CPU.
 
-    Options: ``file``, a GGUF file to decode instead of the target's weights; ``lookup``, how many tokens its n-gram
-    lookup proposes after the last match of two tokens (0: none).
+    Options: ``file``, a GGUF file to decode instead of the target's weights; ``lookup``, the number of tokens that its
+    n-gram lookup proposes behind the last match of two tokens (0: none).
 
     Raises:
-        ConfigError: the packages are missing, the target is no Llama, or T > 0, where its random numbers are its own.
+        ConfigError: a package is missing, the target is not a Llama, or T > 0, as its random numbers differ from ours.
     """
 
     Options: ClassVar[dict[str, Any]] = {"file": None, "lookup": 0}
@@ -48,7 +48,7 @@ class LlamaCpp(Rival):
         if plan.temperature > 0:
             raise ConfigError(f"{label} is compared on greedy text; leave it out of --systems, or set --temperature 0")
         self.lossy = self.options["file"] is not None
-        self.comparable = False  # the same weights under other kernels: ties fall otherwise
+        self.comparable = False  # the same weights in other kernels can break ties otherwise
         try:
             import llama_cpp
         except ImportError as error:
@@ -106,7 +106,7 @@ class LlamaCpp(Rival):
         )
 
     def _forward(self, tokens: list[int], first: int, *, wanted: bool = True) -> list[int]:
-        """The greedy answer after each token; none where they are not wanted."""
+        """The greedy token behind each token; empty where they are not wanted."""
         self._batch.n_tokens = len(tokens)
         for place, token in enumerate(tokens):
             self._batch.token[place], self._batch.pos[place] = token, first + place
@@ -124,10 +124,10 @@ class LlamaCpp(Rival):
 
 
 def write_gguf(engine: Engine, path: Path) -> None:
-    """The target's weights as llama.cpp reads them; queries and keys in the order of its rotary positions.
+    """Write the target's weights as llama.cpp reads them; queries and keys are in the order of its rotary positions.
 
     Raises:
-        ConfigError: the model is no Llama, or in a precision that the format has not.
+        ConfigError: the model is not a Llama, or has a precision that the format lacks.
     """
     target = engine.target
     config = target.config if isinstance(target, TransformersTarget) else None
@@ -147,7 +147,7 @@ def write_gguf(engine: Engine, path: Path) -> None:
 
 
 def _continuation(text: list[int], count: int) -> list[int]:
-    """What followed the last two tokens the last time."""
+    """The tokens that followed the previous occurrence of the last two tokens."""
     if count:
         last = text[-2:]
         for start in range(len(text) - 3, -1, -1):

@@ -32,7 +32,7 @@ __all__ = [
 
 OVERALL = "overall"
 DEPTH = 8
-"""How deep acceptance is reported: CTAR(1..8)."""
+"""The depths of acceptance to report: CTAR(1..8)."""
 RIVAL = "transformers"
 _SAMPLES = 2000
 
@@ -52,27 +52,28 @@ class Row:
 
     Attributes:
         answered, failed: (question, repeat) pairs.
-        tokens, steps: of the first repeat.
+        tokens, steps: numbers in the first repeat.
         tokens_per_step: also called compression ratio, MAT or mean accepted tokens.
         ctar: share of steps that accept at least w draft tokens, w = 1..8.
         acceptance: share of steps that accept a token at position w of those that accepted one at w - 1.
         histogram: tokens of a step -> steps.
-        rows_per_step: None where the system does not tell.
-        tokens_per_second: by wall clock, prefill included; ``decode_tokens_per_second``: without it.
-        prefill_tokens_per_second: of the prompts, as far as they were run.
-        speedup, decode_speedup: by plain decoding of the same engine, one question at a time; ``speedup_rival``: by
-            transformers' greedy with as many at once.
-        shares: of the wall clock: prefill, draft, target, verify, host.
+        rows_per_step: mean rows of a step; None where the system does not report them.
+        tokens_per_second: by wall clock with the prefill; ``decode_tokens_per_second``: without the prefill.
+        prefill_tokens_per_second: of the prompts' tokens that were run.
+        speedup, decode_speedup: relative to plain decoding of the same engine, one question at a time;
+            ``speedup_rival``: relative to transformers' greedy decoding of as many questions at once.
+        shares: shares of the wall clock: prefill, draft, target, verify, host.
         step_seconds: mean time of a decoding step.
-        host_seconds: of it, what is outside of models' passes, the target's and drafters': drafting, verification,
-            commits and the loop, a batch's too. (On a GPU that includes waiting for the device.) What a request begins
-            with is part of the prefill, as in :class:`specdec.results.Seconds`.
-        first_seconds, between_seconds: median and 95th percentile of the time to a turn's first token, from when its
-            prompt was taken, and of that between two tokens, a step's tokens sharing the time since the step before.
-        peak_memory: bytes of a GPU, largest of all answers.
-        repeats: share of tokens inside an 8-token n-gram that the output had before; loops flatter all that copies.
-        spec_bench: Spec-Bench's own figures: mean of per-question speeds, the baseline's tokens counted by tokenizing
-            its text again, less one.
+        host_seconds: the part of it outside of models' passes, the target's and drafters': drafting, verification,
+            commits and the loop, a batch's too. (On a GPU this includes waiting for the device.) The begin of a request
+            is part of the prefill, as in :class:`specdec.results.Seconds`.
+        first_seconds, between_seconds: median and 95th percentile of the time to a turn's first token, measured from
+            when its prompt was taken, and of the time between two tokens; a step's tokens share the time since the step
+            before.
+        peak_memory: bytes of a GPU, the largest of all answers.
+        repeats: share of tokens inside an 8-token n-gram that the output had before; loops favour drafters that copy.
+        spec_bench: Spec-Bench's own figures: the mean of per-question speeds, where the baseline's tokens are counted
+            by tokenizing its text again, less one.
     """
 
     answered: int = 0
@@ -102,7 +103,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """``rows[system][group]``; the group ``overall`` holds all questions."""
+    """``rows[system][group]``; the group ``overall`` has all questions."""
 
     groups: list[str]
     rows: dict[str, dict[str, Row]]
@@ -115,10 +116,10 @@ class Metrics:
 def ratio_interval(
     tops: Sequence[Sequence[float]], bottoms: Sequence[Sequence[float]], level: float = 95.0
 ) -> Interval | None:
-    """Product of the sums of ``tops`` by that of ``bottoms``; each list has a figure per question.
+    """The product of the sums of ``tops``, divided by that of ``bottoms``; each list has a figure per question.
 
-    The questions of all lists are drawn together, the same ones every time. ``level`` is the interval's, in percent.
-    None without questions, or where a sum below is nothing.
+    All lists draw the same questions together. ``level`` is the interval's, in percent. The result is None without
+    questions, or where a sum in ``bottoms`` is 0.
     """
     above, below = (np.asarray(lists, dtype=np.float64) for lists in (tops, bottoms))  # [lists, questions]
     if not above.size or not below.sum(1).all():
@@ -130,7 +131,7 @@ def ratio_interval(
 
 
 def speed_of(answers: Sequence[Sequence[Record]], *, prefill: bool = True) -> tuple[list[float], list[float]]:
-    """By question: tokens of the first repeat, and the median seconds of all, with the prefill or without it."""
+    """By question: the tokens of the first repeat, and the median seconds of all repeats; ``prefill`` includes it."""
     seconds = [_median(repeats, "wall") - (0.0 if prefill else _median(repeats, "prefill")) for repeats in answers]
     return [float(repeats[0].tokens) for repeats in answers], seconds
 
@@ -222,7 +223,7 @@ def _speedup(answers: Answers, system: str, base: str, ids: Sequence[QuestionId]
 
 
 def _shares(records: Sequence[Record]) -> dict[str, float]:
-    """Parts of the wall clock. ``host`` is the rest: commits and the loop itself."""
+    """Shares of the wall clock. ``host`` is the rest: commits and the loop itself."""
     wall = sum(record.seconds("wall") for record in records)
     if not wall:
         return {}
@@ -235,8 +236,8 @@ def _shares(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _spec_bench(row: Row, first: Sequence[Record], plain: Sequence[Record]) -> dict[str, float]:
-    """As Spec-Bench's ``speed.py`` counts: one run's times, and the baseline's tokens from its text."""
-    if not all(record.seconds("wall") for record in (*first, *plain)):  # by a clock that did not move meanwhile
+    """Figures counted as in Spec-Bench's ``speed.py``: one run's times, and the baseline's tokens from its text."""
+    if not all(record.seconds("wall") for record in (*first, *plain)):  # the clock's resolution was too low
         return {}
     mine = statistics.mean(record.tokens / record.seconds("wall") for record in first)
     figures = {"tokens_per_second": mine}

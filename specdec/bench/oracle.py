@@ -30,10 +30,10 @@ class Oracle(DrafterBase):
         answers: prompt -> plain decoding's new tokens, with the same sampling.
         accuracy: probability that a token is right, whatever came before it in the chain.
         depth: tokens of a chain.
-        seed: of the mistakes; every generation from one prompt makes the same ones.
+        seed: seed of the wrong tokens; all generations from one prompt have the same ones.
 
     Raises:
-        ConfigError: an accuracy or a depth that cannot be.
+        ConfigError: the accuracy or the depth is out of range.
     """
 
     name = "oracle"
@@ -76,12 +76,12 @@ class OracleSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePoint:
-    """What the engine made of one accuracy at one depth.
+    """The engine's figures at one accuracy and depth.
 
     Attributes:
-        speedup: against plain decoding in the same run, the prefill left out.
-        row_cost: a forward of depth + 1 rows by one of one row, with nothing around it.
-        same: whether every text was plain decoding's.
+        speedup: relative to plain decoding in the same run, without the prefill.
+        row_cost: time of a forward of depth + 1 rows relative to one row, measured without the engine.
+        same: whether every text equals plain decoding's.
     """
 
     depth: int
@@ -94,14 +94,14 @@ class OraclePoint:
 
     @property
     def kept(self) -> float:
-        """Speedup by tokens per step: 1 where rows and engine cost nothing."""
+        """Speedup relative to tokens per step: 1 where rows and engine cost nothing."""
         return self.speedup / self.tokens_per_step
 
     @property
     def engine_share(self) -> float:
-        """The same with the rows' own cost taken out: 1 where the engine adds the same share to every step.
+        """The same without the rows' own cost: 1 where the engine adds the same share to every step.
 
-        Above 1 where what it adds is fixed, and so weighs less on a step of many rows than on a plain one.
+        It is above 1 where the engine adds a fixed time, which weighs less in a step of many rows than in a plain one.
         """
         return self.kept * self.row_cost
 
@@ -121,7 +121,7 @@ def sweep_oracle(
     sampling: SamplingParams | None = None,
     on_round: Callable[[], object] = lambda: None,
 ) -> list[OraclePoint]:
-    """Every accuracy at every depth against plain decoding: interleaved, medians by prompt; one round warms up."""
+    """Every accuracy at every depth and plain decoding: interleaved, medians by prompt, after one warm-up round."""
     plain = engine.with_drafter("none")
     answers = {tuple(prompt): plain.generate(prompt, max_new_tokens, sampling).token_ids for prompt in prompts}
     settings = [(depth, accuracy) for depth in depths for accuracy in accuracies]

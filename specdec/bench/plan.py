@@ -27,10 +27,10 @@ _sampling_option = functools.partial(option, panel="Sampling")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(EngineOptions):
-    """Options of a run; plain decoding always runs, and without a policy.
+    """The options of a run; plain decoding is always included, without a policy.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a value is not allowed.
     """
 
     questions: str = option(
@@ -83,7 +83,7 @@ class Plan(EngineOptions):
 
     @property
     def sizes(self) -> list[int]:
-        """Of the batches, the smallest first, which is 1."""
+        """The batch sizes, in ascending order; the first is 1."""
         return sorted({1, *self.batch})
 
     @classmethod
@@ -91,14 +91,14 @@ class Plan(EngineOptions):
         """The options of the drafter or system called ``name``."""
         for key in ("drafters", "systems"):
             specs = values.get(key, ())
-            for place, spec in enumerate(specs if isinstance(specs, list) else ()):  # what is no list is refused later
+            for place, spec in enumerate(specs if isinstance(specs, list) else ()):  # other types are refused later
                 if isinstance(spec, str | dict) and label_of(spec) == name:
                     values[key][place] = {"name": spec} if isinstance(spec, str) else spec
                     return values[key][place]  # type: ignore[no-any-return]
         raise ConfigError(f"no system {name!r} is in this run; name it in --drafters or --systems")
 
     def sampling(self) -> SamplingParams:
-        """As the engine takes it."""
+        """The sampling parameters in the engine's form."""
         greedy = self.temperature == 0 and self.acceptance == "match"
         return SamplingParams(
             temperature=self.temperature,
@@ -109,7 +109,7 @@ class Plan(EngineOptions):
 
 
 def label_of(spec: Spec) -> str:
-    """What a drafter or system is called in tables and files."""
+    """The label of a drafter or system in tables and files."""
     if isinstance(spec, str):
         return spec
     label = spec.get("label", spec.get("name"))
@@ -119,11 +119,11 @@ def label_of(spec: Spec) -> str:
 
 
 def with_batch(label: str, size: int) -> str:
-    """What a system is called where it answers so many questions at once: ``auto``, ``auto@2``, ``auto@4``."""
+    """The label of a system that answers ``size`` questions at once: ``auto``, ``auto@2``, ``auto@4``."""
     return label if size == 1 else f"{label}@{size}"
 
 
 def at_once(label: str) -> tuple[str, int]:
-    """The other way round: the system, and how many questions at once."""
+    """The inverse of :func:`with_batch`: the system's label and the number of questions at once."""
     match = re.fullmatch(r"(.+)@(\d{1,9})", label, re.DOTALL)
     return (match[1], int(match[2])) if match else (label, 1)

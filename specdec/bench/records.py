@@ -1,4 +1,4 @@
-"""Records: answers as they are kept on disk, one JSON line for each (question, system, repeat)."""
+"""Records: answers on disk, one JSON line for each (question, system, repeat)."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ Seconds = Annotated[float, Ge(0), Lt(1e9)]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a system answers.
+    """A system's answer to a prompt.
 
     Attributes:
-        token_ids: what came out; an end-of-sequence token is included.
-        accept_lengths: tokens of each step, the bonus token counted.
-        rows: rows of each target forward; empty where the system does not tell.
-        seconds: ``wall`` (all of it), ``prefill`` (up to the first step, or to the first token for systems that do not
-            tell), and the phases ``draft``, ``target``, ``verify``, ``other`` where they are known. Of several answers
-            at once each has its share of the clock, so that the shares add up.
-        finish_reason: as in Generation; ``""`` where the system does not tell.
-        reused: tokens of the prompt that were not run, as the turn before had been; see `keep_prefix` of a plan.
+        token_ids: the new tokens; an end-of-sequence token is included.
+        accept_lengths: tokens of each step, the bonus token included.
+        rows: rows of each target forward; empty where the system does not report them.
+        seconds: ``wall`` for everything, ``prefill`` up to the first step (for systems that do not report steps: up to
+            the first token), and the phases ``draft``, ``target``, ``verify``, ``other`` where they are known. Of
+            several answers at once, each has its share of the clock, so that the shares add up to it.
+        finish_reason: as in Generation; ``""`` where the system does not report it.
+        reused: tokens of the prompt that the turn before had run already; see `keep_prefix` of a plan.
         times: when each step's tokens were there, in seconds since the prompt was taken; empty where the system does
-            not tell.
+            not report it.
     """
 
     token_ids: list[int]
@@ -58,14 +58,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredTurn(Output):
-    """An answer as it is kept.
+    """An answer as it is stored.
 
     Attributes:
-        prompt_ids: what went in.
-        text: of ``token_ids``, without special tokens.
-        retokenized: tokens that the tokenizer makes of ``text``; Spec-Bench counts the baseline's so.
-        peak_memory: bytes of a GPU's memory; None elsewhere.
-        pieces: text of each step, for the trace; kept for the first repeat only.
+        prompt_ids: the prompt's tokens.
+        text: text of ``token_ids``, without special tokens.
+        retokenized: number of tokens that the tokenizer makes of ``text``; Spec-Bench counts the baseline's tokens so.
+        peak_memory: bytes of a GPU's memory; None on other devices.
+        pieces: text of each step, for the trace; stored for the first repeat only.
     """
 
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
@@ -80,7 +80,7 @@ class AnsweredTurn(Output):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """All turns of one question by one system; ``error`` where one failed, and then no turns."""
+    """All turns of one question by one system; where one failed, ``error`` and no turns."""
 
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
 
@@ -107,7 +107,7 @@ class Record:
         return sum(len(turn.accept_lengths) for turn in self.turns)
 
     def seconds(self, phase: str) -> float:
-        """Of all turns."""
+        """The seconds of a phase in all turns."""
         return sum(turn.seconds.get(phase, 0.0) for turn in self.turns)
 
 
@@ -123,14 +123,14 @@ class RunFolder:
         self.answers, self.manifest_path = self.path / "answers.jsonl", self.path / "manifest.json"
 
     def check(self) -> None:
-        """Raises ConfigError where no folder can be there; makes none."""
+        """Raises ConfigError where the folder cannot exist; creates nothing."""
         check_place(self.path, "a run", folder=True)
 
     def manifest(self) -> dict[str, Any]:
-        """What the run is.
+        """The manifest of the run.
 
         Raises:
-            ConfigError: the folder holds no run.
+            ConfigError: the folder has no run.
         """
         try:
             text = self.manifest_path.read_text(encoding="utf-8")
@@ -147,13 +147,13 @@ class RunFolder:
         """Replace the manifest.
 
         Raises:
-            ConfigError: the disk refuses.
+            ConfigError: the disk cannot be written to.
         """
         with self.on_disk("the manifest"):
             write_json(self.manifest_path, manifest)
 
     def on_disk(self, what: str) -> AbstractContextManager[None]:
-        """Turns what a disk can do to a write into an error that says so."""
+        """A context that turns errors of the disk into a ConfigError; ``what`` names the file."""
         remedy = (
             "the answers so far are whole. Make room, or give another folder, and with --out "
             f"{str(self.path)!r} the same command goes on"
@@ -161,7 +161,7 @@ class RunFolder:
         return writing(f"{what} in", self.path, remedy, ConfigError)
 
     def records(self) -> list[Record]:
-        """All whole records; the last one of a key counts.
+        """All complete records; of several with one key, the last counts.
 
         Raises:
             ConfigError: the file cannot be read, or has a broken line that is not the last.
@@ -175,11 +175,11 @@ class RunFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the folder, and drop a line that was not finished: two runs in one would mix their lines. The system
-        lets go of it when the process dies.
+        """Lock the folder and drop an unfinished line: two runs in one folder would mix their lines. The system
+        releases the lock when the process dies.
 
         Raises:
-            ConfigError: another process holds it, or it is no folder that can be written to.
+            ConfigError: another process has the lock, or the folder is not writable.
         """
         with held_folder(self.path):
             with self.on_disk("the answers"):
@@ -187,27 +187,27 @@ class RunFolder:
             yield
 
     def append(self, *records: Record) -> None:
-        """Add records for good.
+        """Append records, flushed to the disk.
 
         Raises:
-            ConfigError: the disk refuses; a line that it took half of is dropped when the run goes on.
+            ConfigError: the disk cannot be written to; a line that is half written is dropped when the run continues.
         """
         with self.on_disk("an answer"):
             append_lines(self.answers, *map(asdict, records))
 
 
 def _object(optional: Mapping[str, Any] | None = None, /, **parts: Any) -> Any:
-    """The type of a JSON object that has at least these parts."""
+    """The type of a JSON object that has at least these fields."""
     fields: list[Any] = [*parts.items(), *((name, kind, None) for name, kind in (optional or {}).items())]
     return make_dataclass("Object", fields, namespace={"__pydantic_config__": {"strict": True, "extra": "ignore"}})
 
 
 def _each(kind: Any) -> Any:
-    """The type of a JSON object whose parts, whatever they are called, are of one kind."""
+    """The type of a JSON object whose values all have one type, under any names."""
     return dict[str, kind]
 
 
-# What other code takes for granted of a manifest.
+# The fields of a manifest that other code relies on.
 _MANIFEST = _object(
     {"cost": Annotated[dict[str, Any], MaxLen(0)] | _object(context=int, seconds=dict[str, float])},
     plan=_object(temperature=float, max_new_tokens=int, repeats=int, model=str),
@@ -229,7 +229,7 @@ _MANIFEST = _object(
 
 
 def repeats_of(records: Sequence[Record]) -> dict[tuple[str, QuestionId], list[Record]]:
-    """(system, question) -> its answers that did not fail, by repeat."""
+    """(system, question) -> its answers without errors, by repeat."""
     answers: dict[tuple[str, QuestionId], list[Record]] = {}
     for record in sorted(records, key=lambda r: r.repeat):
         if record.error is None:

@@ -1,4 +1,4 @@
-"""Report: one HTML file that needs nothing else, PNGs, a Markdown table, and answer files in Spec-Bench's format."""
+"""Report: one self-contained HTML file, PNGs, a Markdown table, and answer files in Spec-Bench's format."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from specdec.settings.files import replacing, write_json, write_text
 
 __all__ = ["answer_of", "caption_of", "markdown", "markdown_table", "write_answers", "write_report"]
 
-_SHADES = 4  # of a trace
+_SHADES = 4  # shades of a trace's steps
 
-# Columns of the page's first table, which has to fit a window of 1,100 pixels, and of the one below it.
+# Columns of the page's first table, which must fit a window of 1,100 pixels, and of the one below it.
 _FIRST = (
     "tokens/step",
     "rows/step",
@@ -69,7 +69,7 @@ def write_report(folder: RunFolder, audit: Audit, metrics: Metrics) -> Path:
     Returns the HTML file.
 
     Raises:
-        ConfigError: jinja2 or matplotlib is not installed, or the disk refuses.
+        ConfigError: jinja2 or matplotlib is not installed, or the disk cannot be written to.
     """
     require_bench_extra()
     manifest, records = folder.manifest(), folder.records()
@@ -96,8 +96,8 @@ def caption_of(manifest: Mapping[str, Any]) -> str:
 
 
 def tables_of(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> dict[str, list[list[str]]]:
-    """The tables of a run as cells, titles first: ``systems`` over all questions, ``batch`` where several were answered
-    at once, and ``kinds``, decoding against plain by kind of question."""
+    """The tables of a run as cells, with titles first: ``systems`` over all questions; ``batch``, where several were
+    answered at once; and ``kinds``, decoding speed relative to plain decoding by kind of question."""
     shown = ("tokens/step", "rows/step", "tokens/s", "prefill tokens/s", "x plain (95 %)", "x transformers", "repeats")
     names = {name: f"`{name}`" + (" (lossy)" if manifest["systems"][name]["lossy"] else "") for name in metrics.rows}
     alone = metrics.one_by_one().rows
@@ -119,7 +119,7 @@ def tables_of(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> di
 
 
 def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str:
-    """The tables for a README, over all questions and by kind, and how they were made."""
+    """The Markdown tables over all questions and by kind, and how they were made."""
     lines = list[str]()
     for name, table in tables_of(metrics, manifest, audit).items():
         lines += [*markdown_table(table), ""]
@@ -130,7 +130,7 @@ def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str
 
 
 def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, titles first: names and texts to the left, figures to the right."""
+    """The lines of a table, titles first; names and texts are aligned left, figures right."""
     rules = ["---" if title in ("system", "drafter", "decoding x plain", "text") else "--:" for title in cells[0]]
     return [f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:])]
 
@@ -204,7 +204,7 @@ def _page(
 
 
 def _table(metrics: Metrics, manifest: Mapping[str, Any], group: str, columns: Sequence[str]) -> dict[str, Any]:
-    """A sheet of the page: those of the columns that hold anything, and a row per system."""
+    """A table of the page: the columns that have values, and a row per system."""
     figures = {system: figures_of(groups[group]) for system, groups in metrics.rows.items()}
     shown = [name for name in columns if any(row[name] for row in figures.values())]
     rows = [
@@ -233,7 +233,7 @@ def _positions(metrics: Metrics) -> dict[str, Any]:
 
 
 def traces(records: Sequence[Record], systems: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Title -> a trace per system, of the first question of each group."""
+    """Title -> a trace per system, for the first question of each group."""
     chosen: dict[str, QuestionId] = {}
     for record in records:
         chosen.setdefault(group_of(record.category), record.question_id)
@@ -245,7 +245,7 @@ def traces(records: Sequence[Record], systems: Sequence[str]) -> dict[str, list[
 
 
 def _trace(record: Record) -> dict[str, Any]:
-    """An answer as its steps' texts; shade 0 is a plain step, 1 to 4 take turns, and ``about`` is shown on hover."""
+    """An answer as its steps' texts; shade 0 is a plain step, shades 1 to 4 alternate, and ``about`` is a tooltip."""
     pieces: list[dict[str, Any]] = []
     step = coloured = 0
     for number, turn in enumerate(record.turns, 1):
@@ -278,7 +278,7 @@ def write_answers(records: Sequence[Record], folder: Path, model: str) -> list[P
 
 
 def answer_of(record: Record, model_id: str) -> dict[str, Any]:
-    """A record as Spec-Bench writes it: lists over turns, and the accepted lengths of all turns in one list."""
+    """A record in Spec-Bench's format: lists over turns, and the accepted lengths of all turns in one list."""
     key = f"{record.question_id}/{record.system}/{record.repeat}/{record.time}"
     return {
         "question_id": record.question_id,

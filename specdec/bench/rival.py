@@ -1,4 +1,4 @@
-"""Rival: what another implementation of decoding has to offer, to be a system of the bench."""
+"""Rival: the interface of other decoding implementations, as systems of the bench."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Rival", "spelt_out"]
 
 
 class Rival:
-    """What rivals have in common; subclasses say what ``Options`` they take, and how they answer."""
+    """The common part of rivals; subclasses define their ``Options`` and how they answer."""
 
     ours = False
     lossy = False
@@ -25,7 +25,7 @@ class Rival:
             check_choice(f"option of {label}", name, self.Options)
         self.label, self.options = label, {**self.Options, **options}
         self.target, self.plan = engine.target, plan
-        self.comparable = plan.temperature == 0  # else its random numbers are its own
+        self.comparable = plan.temperature == 0  # above T=0, its random numbers differ from ours
 
     @classmethod
     def build(cls, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> Rival:

@@ -44,27 +44,27 @@ __all__ = ["Runner", "answer_prompts"]
 
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
-# Options that two parts of one run may have of their own: it may grow when it goes on.
+# Options that can differ between two parts of one run: a run can grow when it continues.
 _FREE = ("model", "questions", "drafters", "systems", "categories", "limit", "repeats", "batch")
-_ROUNDS = 4  # how many times the largest batch goes into a lot, at least
+_ROUNDS = 4  # least ratio of a lot's questions to the largest batch
 
 Entry = tuple[int, list[Question], Contestant]
-"""A repeat, what is asked together, and who is asked."""
+"""A repeat, the questions that are asked together, and the system that answers."""
 
 
 class Runner:
     """A run, new or begun earlier in the same folder.
 
     Args:
-        plan: what to do.
+        plan: the options of the run.
         out: the run's folder.
         command: the command line, for the manifest.
-        engine: loaded from the plan if None.
-        on_system: called with the label and the number of answers that count (0 for a warm-up) before they begin.
-        cost: measure the cost of a forward by its rows at the end.
+        engine: the engine; None loads it from the plan.
+        on_system: called before answers begin, with the label and the number of counted answers (0 for a warm-up).
+        cost: whether to measure the cost of a forward by its rows at the end.
 
     Raises:
-        ConfigError: a bad question file or system, or a folder that holds another run.
+        ConfigError: a question file or a system is wrong, or the folder has another run.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Runner:
             )
         self.plan, self.folder = plan, RunFolder(out)
         self._on_system, self._measure_cost = on_system, cost
-        check_specs(plan)  # before a large model is loaded in vain; the folder is checked early as well
+        check_specs(plan)  # before a large model is loaded; the folder is checked early as well
         self.folder.check()
         old = self.folder.manifest() if self.folder.manifest_path.exists() else None
         done = {record.key for record in self.folder.records()}
@@ -124,9 +124,9 @@ class Runner:
                 self.todo.append((repeat, asked, system))
 
     def _join(self, old: dict[str, Any]) -> None:
-        """Go on with the run in the folder, if it is this one."""
+        """Continue the run in the folder, if it is the same run."""
         new = self.manifest
-        before = asdict(Plan()) | old["plan"]  # an option younger than the run stood at its default
+        before = asdict(Plan()) | old["plan"]  # an option that the old run did not know had its default
         pairs = {f"plan.{name}": (before[name], now) for name, now in new["plan"].items() if name not in _FREE}
         pairs["questions"] = (old["questions"]["sha256"], new["questions"]["sha256"])
         pairs["model"] = (old["model"]["fingerprint"], new["model"]["fingerprint"])
@@ -140,7 +140,7 @@ class Runner:
             new["cost"] = old["cost"]
 
     def _schedule(self) -> list[Entry]:
-        """Repeat by repeat, lot by lot, and each time another system goes first."""
+        """The order of answers: repeat by repeat, lot by lot, with another system first each time."""
         largest, count = self.plan.sizes[-1], len(self.questions)
         lots = count if largest == 1 else max(1, count // (_ROUNDS * largest))
         entries: list[Entry] = []
@@ -153,10 +153,10 @@ class Runner:
         return entries
 
     def run(self) -> RunFolder:
-        """Do what is left to do.
+        """Answer what is left.
 
         Raises:
-            ConfigError: another process is writing to the folder.
+            ConfigError: another process writes to the folder.
         """
         with self.folder.writing():
             if self.todo:
@@ -173,7 +173,7 @@ class Runner:
         return self.folder
 
     def follow(self) -> None:
-        """As another process than rank 0: take part in its answers, and keep nothing."""
+        """Take part in answers as another rank than 0, and store nothing."""
         self.systems = [entrant for entrant in self.systems if entrant.system.ours]
         if self.todo:
             self._warm_up()
@@ -183,14 +183,14 @@ class Runner:
                     self._answer(repeat, asked, system)
 
     def _warm_up(self) -> None:
-        """One uncounted answer of each system; one that fails will do so again where it is recorded."""
+        """An uncounted answer of each system; an error is ignored, as it will occur again where it is recorded."""
         for system in self.systems:
             self._on_system(f"{system.label} (warm-up)", 0)
             with _failing({}):
                 system.warm_up(self._prompt(self.questions[0], ()), min(32, self.plan.max_new_tokens))
 
     def _answer(self, repeat: int, asked: Sequence[Question], system: Contestant) -> list[Record]:
-        """What a system answers: all first turns, then all second ones, each after the own answer to the first."""
+        """A system's answers: all first turns, then all second turns, each behind the system's own first answer."""
         turns: dict[QuestionId, list[AnsweredTurn]] = {question.id: [] for question in asked}
         errors: dict[QuestionId, str] = {}
         trace = repeat == 0 and system.size == 1
@@ -256,10 +256,10 @@ class Runner:
 def answer_prompts(
     plan: Plan, engine: Engine, prompts: Sequence[list[int]], on_round: Callable[[], object] = lambda: None
 ) -> list[Record]:
-    """What a plan's systems answer to prompts that are tokens, in turn, prompt by prompt and repeat by repeat.
+    """Answers of a plan's systems to prompts that are tokens, in turn, prompt by prompt and repeat by repeat.
 
-    Nothing is written, and what fails is raised. Each answers the first prompt once before, uncounted; ``on_round`` is
-    called when all have answered a prompt. A record's question is the number of its prompt.
+    Nothing is written, and errors are raised. Each system first answers the first prompt once, uncounted; ``on_round``
+    is called when all have answered a prompt. A record's question is its prompt's index.
     """
     systems = [entrant.system for entrant in make_systems(plan, engine)[0]]
     memory = MemoryMeter(engine.target.device)
@@ -296,7 +296,7 @@ def _unswept() -> Iterator[None]:
 
 @contextmanager
 def _failing(errors: dict[QuestionId, str], *questions: QuestionId) -> Iterator[None]:
-    """What fails within is those questions' error, and does not end the run; KeyboardInterrupt is no Exception."""
+    """Record an exception within as those questions' error and let the run go on; KeyboardInterrupt still ends it."""
     try:
         yield
     except ParallelError:
@@ -307,7 +307,7 @@ def _failing(errors: dict[QuestionId, str], *questions: QuestionId) -> Iterator[
 
 
 def _pieces(tokenizer: Any, prompt: list[int], output: Output) -> list[str]:
-    """Text of each step, special tokens and all; half a character waits for the step that completes it."""
+    """The text of each step with special tokens; half a character waits for the step that completes it."""
     stream, tokens = TextStream(tokenizer, prompt=prompt, skip_special_tokens=False), iter(output.token_ids)
     pieces: list[str] = []
     for count in output.accept_lengths:
@@ -322,6 +322,6 @@ def _about(system: System) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as they come back from JSON; what JSON does not know is kept as its text."""
+    """Values as they come back from JSON; values of types that JSON lacks become texts."""
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain

@@ -1,4 +1,4 @@
-"""Shapes: models of published sizes with random weights, for what depends on the size alone."""
+"""Shapes: models of published sizes with random weights, for measurements that depend on sizes alone."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ SHAPES = {
 """Name -> config; no token ends a text."""
 
 BACK = 3
-"""Positions that every layer's attention looks back."""
+"""The number of positions that every layer's attention looks back."""
 
-_from_config: Any = AutoModelForCausalLM.from_config  # transformers does not type it
-_LOUD = 1000.0  # length of each code in the stream: what is left of the random weights adds a hundredth of it
-_GATE = 20.0  # where silu is the identity
-_SURE = 10.0  # nats between the best two logits, and about that much between the key looked at and its neighbours
+_from_config: Any = AutoModelForCausalLM.from_config  # transformers does not annotate it
+_LOUD = 1000.0  # length of each code in the stream; the random weights' remainder is a hundredth of it
+_GATE = 20.0  # where silu is about the identity
+_SURE = 10.0  # gap in nats of the best two logits, and about that of the right key and its neighbours
 
 
 def random_model(
     shape: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
 ) -> PreTrainedModel:
-    """A model of a shape, made on the device, whose text follows :func:`write_rule`.
+    """A model of a shape, created on the device; its text follows :func:`write_rule`.
 
-    The weights that a step reads, and its time, are those of any model of that shape.
+    A step reads as many weights, and takes as long, as with any model of that shape.
 
     Raises:
-        ConfigError: an unknown shape.
+        ConfigError: the shape is unknown.
     """
     check_choice("shape", shape, SHAPES)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Systems: what answers questions. Drafters in our engine, and rivals through their own public interface.
+"""Systems that answer questions: drafters in our engine, and rivals through their own public interface.
 
 Others add a system by declaring ``name = "module:Class"`` under the entry point group ``specdec.bench_systems``; the
 class has ``build(label, engine, plan, options)``, and its instances are a :class:`System`, or a :class:`Batching`.
@@ -42,10 +42,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 class System(Protocol):
     """A system that answers questions in a run.
 
-    Attributes:
+    ours: whether it is a drafter in our engine; the audit checks the exactness of these.
         label: its name in tables and files.
         ours: whether it is a drafter in our engine, whose exactness the audit checks.
-        lossy: whether it may change the output distribution.
+        lossy: whether it can change the output distribution.
         comparable: whether its text must equal plain decoding's, token for token.
         options: its options, for the manifest.
     """
@@ -60,7 +60,7 @@ class System(Protocol):
         """Answer once, uncounted."""
 
     def reset(self) -> None:
-        """Forget the question before, unless the plan is persistent. Not timed."""
+        """Forget earlier questions, unless the plan is persistent. Not timed."""
 
     def answer(self, prompt: list[int], budget: int) -> Output:
         """Answer a prompt with at most ``budget`` tokens."""
@@ -70,12 +70,12 @@ class Batching(System, Protocol):
     """A system that can answer several prompts at once."""
 
     def answer_batch(self, prompts: Sequence[list[int]], budget: int, batch: int) -> list[Output | Exception]:
-        """Answer all prompts, so many at once; a prompt that fails does so alone."""
+        """Answer all prompts, ``batch`` at once; an error of one prompt is its result and leaves the others alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class Contestant:
-    """Who takes part in a run: a system that answers ``size`` prompts at once."""
+    """A participant of a run: a system that answers ``size`` prompts at once."""
 
     system: System
     size: int = 1
@@ -109,7 +109,7 @@ class Drafted:
         self._policy = "off" if spec["name"] == BASELINE else plan.policy
         self._engine = engine.with_drafter(self._spec, policy=self._policy)
         self.lossy = plan.sampling().lossy
-        # Tokens drawn from q are accepted by rejection, which keeps the distribution and not the tokens of a seed.
+        # Tokens drawn from q are accepted by rejection, which keeps the distribution but not a seed's tokens.
         rejects = plan.acceptance == "reject" or (plan.acceptance == "auto" and self._engine.drafter.draws)
         self.comparable = not self.lossy and (plan.temperature == 0 or not rejects)
         config = getattr(self._engine.drafter, "config", None)
@@ -144,8 +144,8 @@ class Drafted:
         return output
 
     def answer_batch(self, prompts: Sequence[list[int]], budget: int, batch: int) -> list[Output | Exception]:
-        """As a service would: the next prompt is taken when one is done. What no sequence spent by itself is shared
-        out by what each spent.
+        """Answer as a server would: the next prompt begins when one ends. Time outside of single sequences is divided
+        in proportion to each one's own time.
         """
         target, sampling = self._engine.target, self._plan.sampling()
         taken: list[float] = []
@@ -169,14 +169,14 @@ class Drafted:
             wait(target.device)
         wall = perf_counter() - began
         done = [output for output in outputs.values() if isinstance(output, Output)]
-        own = [sum(output.seconds.values()) - output.seconds["passes"] for output in done]  # which are part of "draft"
+        own = [sum(output.seconds.values()) - output.seconds["passes"] for output in done]  # "draft" includes passes
         for output, seconds in zip(done, own, strict=True):
             output.seconds["wall"] = wall * seconds / max(sum(own), 1e-9)
         return [outputs[place] for place in range(len(prompts))]
 
 
 def _output(decoding: SequenceState, times: list[float]) -> Output:
-    """What a decoding gave, and the seconds that it spent by itself."""
+    """The output of a decoding, with the seconds that it took by itself."""
     stats = decoding.stats
     return Output(
         decoding.tokens[stats.prompt_tokens :],
@@ -198,10 +198,10 @@ _BUILT_IN: Mapping[str, Any] = {
 
 
 def make_systems(plan: Plan, engine: Engine) -> tuple[list[Contestant], dict[str, str]]:
-    """The systems of a plan, plain decoding first, and what was left out, with the reason.
+    """The systems of a plan, plain decoding first, and those left out, with the reason.
 
     Raises:
-        ConfigError: an unknown drafter, system or option.
+        ConfigError: a drafter, a system or an option is unknown.
     """
     left_out: dict[str, str] = {}
     specs = [spec for spec in plan.drafters if spec != ALL]
@@ -211,7 +211,7 @@ def make_systems(plan: Plan, engine: Engine) -> tuple[list[Contestant], dict[str
             try:
                 make_drafter(name, engine.target)
             except (SpecdecError, ImportError, OSError) as error:
-                # Manifests are published, so they hold no paths of this machine.
+                # Manifests are published, so they must not have paths of this machine.
                 left_out[name] = " ".join(str(error).split()).replace(f"{_PACKAGE}/", "specdec/")
             else:
                 if name not in own:
@@ -231,7 +231,7 @@ def make_systems(plan: Plan, engine: Engine) -> tuple[list[Contestant], dict[str
         system = make()
         systems.append(Contestant(system))
         if hasattr(system, "answer_batch"):
-            # What a drafter has learned at one size must not help it at another.
+            # A drafter must not use at one size what it has learned at another.
             systems += [Contestant(make() if plan.persistent else system, size) for size in larger]
         elif larger:
             which = " and ".join(with_batch(system.label, size) for size in larger)
@@ -243,10 +243,10 @@ def make_systems(plan: Plan, engine: Engine) -> tuple[list[Contestant], dict[str
 
 
 def check_specs(plan: Plan) -> None:
-    """Look at the names and the drafters' options without a model.
+    """Check the names and the drafters' options without a model.
 
     Raises:
-        ConfigError: an unknown drafter, system or option.
+        ConfigError: a drafter, a system or an option is unknown.
     """
     for spec in plan.drafters:
         if spec != ALL:
@@ -262,7 +262,7 @@ def _system_type(name: str) -> Any:
     check_choice("system", name, {*_BUILT_IN, *entries})
     try:
         return entries[name].load()
-    except Exception as error:  # code of others: it may raise anything
+    except Exception as error:  # a foreign package's code may raise anything
         raise ConfigError(
             f"system {name!r} is registered as {entries[name].value!r}, which does not import: {error}"
         ) from error

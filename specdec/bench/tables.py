@@ -16,7 +16,7 @@ __all__ = ["batch_figures", "batch_table", "comparison_table", "figures_of", "me
 
 
 def figures_of(row: Row) -> dict[str, str]:
-    """A row's figures as text, with what a reader sees above them; empty where there is none."""
+    """A row's figures as text, by the title of their column; empty where there is no figure."""
     spec = row.spec_bench
     return {
         "answers": f"{row.answered}" + (f" ({row.failed} failed)" if row.failed else ""),
@@ -36,7 +36,7 @@ def figures_of(row: Row) -> dict[str, str]:
 
 
 def batch_figures(row: Row) -> dict[str, str]:
-    """A row's throughput and latency as text, with what a reader sees above them; empty where there is none."""
+    """A row's throughput and latency as text, by the title of their column; empty where there is no figure."""
     figures = figures_of(row)
     return {
         **{name: figures[name] for name in ("tokens/s", "x plain (95 %)", "x transformers", "tokens/step")},
@@ -61,7 +61,7 @@ def _span(value: Interval | None) -> str:
 
 
 def metrics_table(metrics: Metrics, audit: Audit) -> Table:
-    """A row per system, over all questions; it fits 80 columns."""
+    """A row per system over all questions; it fits in 80 columns."""
     shown = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers")
     table = _table(("tokens\n/step", "rows\n/step", "tokens\n/s", "x plain\n(95 %)", "x trans-\nformers"))
     for system, groups in metrics.rows.items():
@@ -71,7 +71,7 @@ def metrics_table(metrics: Metrics, audit: Audit) -> Table:
 
 
 def batch_table(metrics: Metrics, audit: Audit) -> Table:
-    """Throughput and latency over all questions, a row per system and size of the batch; it fits 80 columns."""
+    """Throughput and latency over all questions, a row per system and batch size; it fits in 80 columns."""
     times = ("first token ms, p95", "between ms, p95", "host us")
     table = _table(("tokens\n/s", "x plain", "first token\nms, p95", "between\nms, p95", "host\nus"))
     for system, groups in metrics.rows.items():
@@ -83,7 +83,7 @@ def batch_table(metrics: Metrics, audit: Audit) -> Table:
 
 
 def _table(titles: Sequence[str]) -> Table:
-    """An empty table of figures by system, and whether its texts are plain decoding's."""
+    """An empty table for figures by system, with a column for the audit's outcome."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("system", no_wrap=True)
     for title in titles:
@@ -97,7 +97,7 @@ def _brief(verdict: Verdict) -> str:
 
 
 def print_verdicts(audit: Audit, console: Console, *, only_different: bool = False) -> None:
-    """A line per system, and one for each of its first ten differences, bugs first."""
+    """Print a line per system, and one for each of its first ten differences, bugs first."""
     for system, verdict in audit.systems.items():
         if only_different and not verdict.divergences:
             continue
@@ -108,7 +108,7 @@ def print_verdicts(audit: Audit, console: Console, *, only_different: bool = Fal
 
 
 def comparison_table(comparison: Comparison, everything: bool) -> Table:
-    """Overall figures of both runs, and those of categories that moved; or all."""
+    """The overall figures of both runs, and those of categories that changed; or all with ``everything``."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("system", "questions", "figure"):
         table.add_column(title, no_wrap=True)

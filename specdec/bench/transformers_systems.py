@@ -28,7 +28,7 @@ class TransformersSystem(Rival):
         super().__init__(label, engine, plan, options)
         if not isinstance(engine.target, TransformersTarget):
             raise ConfigError(f"{label} needs a transformers model, and the target is {type(engine.target).__name__}")
-        self._model: Any = engine.target.plain_model()  # ours may have repacked its weights
+        self._model: Any = engine.target.plain_model()  # our target may have repacked its weights
 
     def arguments(self) -> dict[str, Any]:
         """Further arguments of ``generate``."""
@@ -49,7 +49,7 @@ class TransformersSystem(Rival):
             "max_new_tokens": min(budget, self.target.context_length - width),
             "do_sample": plan.temperature > 0,
             "num_beams": 1,
-            "repetition_penalty": 1.0,  # a checkpoint may bring its own, and ours does not take it either
+            "repetition_penalty": 1.0,  # a checkpoint may have its own, and ours ignores it too
             "eos_token_id": sorted(eos) or None,
             "pad_token_id": padding,
         }
@@ -61,7 +61,7 @@ class TransformersSystem(Rival):
         out = self._model.generate(ids, attention_mask=attention_mask, streamer=clock, **arguments, **self.arguments())
         wait(device)
         ended = perf_counter()
-        # All rows run to the end of the longest text, and so have the same share of the clock.
+        # All rows run to the end of the longest text, so they share the clock equally.
         seconds = {"wall": ended - began, "prefill": [*clock.times, ended][1] - began}
         shares = {phase: spent / len(prompts) for phase, spent in seconds.items()}
         times = [time - began for time in clock.times[1:]]
@@ -75,7 +75,7 @@ class TransformersSystem(Rival):
 
 
 def _fit(counts: Sequence[int], total: int) -> list[int]:
-    """Step sizes that add up to ``total``: a block that is streamed may reach beyond the end that is returned."""
+    """Step sizes that add up to ``total``, as a streamed block can exceed the end of the returned text."""
     fitted: list[int] = []
     for count in counts:
         if sum(fitted) < total:
@@ -84,7 +84,7 @@ def _fit(counts: Sequence[int], total: int) -> list[int]:
 
 
 class _Clock(BaseStreamer):
-    """A streamer that notes how many tokens each text gets, and when: the prompt first, then those of each step."""
+    """A streamer that records the time and number of tokens of each step; the prompt comes first."""
 
     def __init__(self, texts: int) -> None:
         self._texts = texts
@@ -100,7 +100,7 @@ class _Clock(BaseStreamer):
 
 
 class TransformersBatches(TransformersSystem):
-    """Transformers' ``generate``, which takes a batch as a whole: the next one when all its texts have ended."""
+    """Transformers' ``generate`` on whole batches: the next batch begins when all texts of one have ended."""
 
     def answer_batch(self, prompts: Sequence[list[int]], budget: int, batch: int) -> list[Output | Exception]:
         outputs: list[Output | Exception] = []

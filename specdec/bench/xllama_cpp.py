@@ -1,6 +1,6 @@
 """llama.cpp's server as a rival, with its own speculation: greedy decoding of a GGUF file by the package xllamacpp.
 
-Needs ``pip install xllamacpp``. Tokens go in and come out as numbers, so no tokenizer is involved. The file may hold
+It needs ``pip install xllamacpp``. Tokens go in and come out as ids, so no tokenizer is involved. The file can have
 another model than the target, such as a quantised one, so it counts as lossy.
 """
 
@@ -32,7 +32,8 @@ class XLlamaCpp(Rival):
     ``draft``, the GGUF file of a draft model, with ``spec_type`` ``draft-simple``.
 
     Raises:
-        ConfigError: the package or a file is missing, an unknown type, or T > 0, where its random numbers are its own.
+        ConfigError: the package or a file is missing, the type is unknown, or T > 0, as its random numbers differ from
+            ours.
     """
 
     Options: ClassVar[dict[str, Any]] = {"file": None, "spec_type": "none", "draft": None}
@@ -72,7 +73,7 @@ class XLlamaCpp(Rival):
     def answer(self, prompt: list[int], budget: int) -> Output:
         began = perf_counter()
         asked = {"prompt": list(prompt), "max_tokens": budget, "temperature": 0, "cache_prompt": False, "logprobs": 1}
-        found = self._server.handle_completions(asked)  # with tokens' numbers only beside their logprobs
+        found = self._server.handle_completions(asked)  # it returns token ids only with logprobs
         wall = perf_counter() - began
         if "choices" not in found:
             raise RuntimeError(f"llama.cpp's server answers {found}")
@@ -80,7 +81,7 @@ class XLlamaCpp(Rival):
         ids = [token["id"] for token in choice["logprobs"]["content"]]
         ended = choice["finish_reason"] == "stop"
         if ended and (not ids or ids[-1] not in self.target.eos_ids):
-            ids.append(min(self.target.eos_ids))  # which it leaves out, and does not say which one it was
+            ids.append(min(self.target.eos_ids))  # the server omits the end token and does not say which it was
         return Output(
             ids,
             _spread(len(ids), len(ids) - timings.get("draft_n_accepted", 0)),
@@ -90,6 +91,6 @@ class XLlamaCpp(Rival):
 
 
 def _spread(tokens: int, steps: int) -> list[int]:
-    """Tokens of each step, of which the server tells the number alone."""
+    """The tokens of each step; the server reports only the number of steps."""
     steps = max(steps, 1)
     return [tokens // steps + (step < tokens % steps) for step in range(steps)]

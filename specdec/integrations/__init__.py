@@ -1,1 +1,1 @@
-"""Drafters in other engines; nothing of those is imported here."""
+"""Drafters in other engines; importing this package imports none of those."""

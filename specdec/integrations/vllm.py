@@ -1,11 +1,11 @@
-"""Drafters that read text alone, as a proposer of vLLM's (``method="custom_class"``).
+"""Drafters that read only text, as a proposer for vLLM (``method="custom_class"``).
 
     vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 7,
         "model": "specdec.integrations.vllm.Proposer"}'
 
-vLLM names no requests when it asks for drafts: it gives a table of tokens, whose rows move when requests come and go.
-What was learnt of a text is found again by the text itself, by its tokens. So a request that takes another's place, or
-begins like another one, is never drafted for from a foreign text.
+vLLM does not name requests when it asks for drafts: it passes a table of tokens, whose rows move when requests come and
+go. So the state of a text is found by comparing its tokens. A request that takes another's row, or begins like another
+one, never gets drafts from a foreign text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from specdec.settings.sampling_params import SamplingParams
 __all__ = ["Proposer", "ProposerConfig"]
 
 Tokens = npt.NDArray[np.integer[Any]]
-_AUTO = {"suffix_automaton": "max_tokens", "prompt_lookup": "tokens"}  # what is drafted with, and its longest draft
-_MEMORY = 0.8  # of a draft's weight in the record of a source, the next one's being 1
+_AUTO = {"suffix_automaton": "max_tokens", "prompt_lookup": "tokens"}  # default -> option of its longest draft
+_MEMORY = 0.8  # weight of a draft in a drafter's record, relative to the next draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class ProposerConfig:
 
     Attributes:
         drafters: names of drafters, or ``{name: ..., **options}``, that learn from the text alone. Of several, each
-            text is drafted for by the one that would have been right the most in it of late.
-        adapt: drafts are no longer than twice what was right of late, and one token; False: always
-            ``num_speculative_tokens``, where there is so much to propose.
-        idle: calls after which a text that was in none of them is forgotten.
+            text uses the one that would recently have been right most often in it.
+        adapt: whether a draft has at most twice as many tokens as were right recently, plus one; otherwise it always
+            has up to ``num_speculative_tokens``.
+        idle: number of calls after which a text that was in none of them is forgotten.
     """
 
     drafters: list[Any] = field(default_factory=lambda: [*_AUTO])
@@ -59,11 +59,11 @@ class Proposer:
     """Drafts for the rows of vLLM's batches.
 
     Args:
-        vllm_config: vLLM's, of which are read ``speculative_config.num_speculative_tokens``,
-            ``model_config.max_model_len`` and ``get_vocab_size()``, and ``additional_config``.
+        vllm_config: vLLM's config; the proposer reads ``speculative_config.num_speculative_tokens``,
+            ``model_config.max_model_len``, ``get_vocab_size()`` and ``additional_config``.
 
     Raises:
-        ConfigError: an unknown option, a drafter that reads more than text, or no number of tokens.
+        ConfigError: an option is unknown, a drafter needs more than text, or there is no number of tokens.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -76,12 +76,12 @@ class Proposer:
         target: Any = _Vocabulary(vllm_config.model_config.get_vocab_size())
         self._drafters = [self._drafter(spec, target) for spec in self.config.drafters]
         self._target = target
-        self._texts: list[_Text | None] = []  # by the rows of the last call
-        self._elsewhere: list[_Text] = []  # those that are in no row
+        self._texts: list[_Text | None] = []  # by row of the last call
+        self._elsewhere: list[_Text] = []  # the texts that are in no row
         self._calls = 0
 
     def _drafter(self, spec: Any, target: Any) -> Drafter:
-        """Made as the engine makes it; a name alone drafts as much as vLLM verifies."""
+        """The drafter as the engine makes it; without options, its drafts are as long as vLLM verifies."""
         sized = {"name": spec, _AUTO[spec]: self._most} if isinstance(spec, str) and spec in _AUTO else spec
         kind, options = parse_drafter(sized)
         if kind.needs_observe or kind.taps:
@@ -93,7 +93,7 @@ class Proposer:
         return made
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """vLLM asks every proposer; there is none to load."""
+        """Do nothing: vLLM calls this on every proposer, and this one has no model."""
 
     def propose(
         self,
@@ -105,10 +105,10 @@ class Proposer:
         """A chain for each row of the batch, empty where there is nothing to propose.
 
         Args:
-            sampled_token_ids: of each row the tokens of this step; empty where a prompt is not read to its end.
-            num_tokens_no_spec: [rows or more] tokens of each row, those of this step among them.
-            token_ids_cpu: [rows or more, longest text] the tokens.
-            slot_mappings: not used.
+            sampled_token_ids: each row's tokens of this step; empty where a prompt has not been read to its end.
+            num_tokens_no_spec: [rows or more] number of tokens in each row, this step's included.
+            token_ids_cpu: [rows or more, longest text] the rows' tokens.
+            slot_mappings: unused.
         """
         self._calls += 1
         rows = [token_ids_cpu[row, : int(num_tokens_no_spec[row])] for row in range(len(sampled_token_ids))]
@@ -127,7 +127,7 @@ class Proposer:
         return drafts
 
     def _found(self, rows: Sequence[Tokens]) -> list[_Text | None]:
-        """What is known of each row's text, where something is; the others wait to be seen again."""
+        """The known text of each row, or None; the remaining texts are kept for later rows."""
         before = [*self._texts, *[None] * (len(rows) - len(self._texts))]
         found = [
             text if text is not None and text.begins(row) else None for text, row in zip(before, rows, strict=False)
@@ -149,13 +149,13 @@ class Proposer:
 
 
 class _Text:
-    """One text: its tokens, a session of each drafter, and how often each was right of late."""
+    """One text: its tokens, a session of each drafter, and how often each was right recently."""
 
     def __init__(self, drafters: Sequence[Drafter], target: Any, most: int) -> None:
         self.seen = 0
         self._tokens = list[int]()
         self._array: Tokens = np.empty(0, dtype=np.int64)
-        cache: Any = None  # which no drafter of a text alone reads
+        cache: Any = None  # no drafter that reads only text uses it
         params = SamplingParams()
         self._context = Context(
             target=target,
@@ -170,22 +170,22 @@ class _Text:
         )
         self._drafters, self._most = drafters, most
         self._sessions = list[DraftSession]()
-        self._drafts = list[list[int]]()  # the last ones
-        self._right = [float(most)] * len(drafters)  # tokens of drafts that were right, later ones counting more
+        self._drafts = list[list[int]]()  # the latest drafts
+        self._right = [float(most)] * len(drafters)  # right tokens of drafts, with more weight on later ones
         self._weight = 1.0
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def begins(self, row: Tokens) -> bool:
-        """Whether a row goes on with this text."""
+        """Whether a row begins with this text."""
         size = len(self._tokens)
         if size > len(row) or (size and row[size - 1] != self._tokens[-1]):
             return False
         return bool(np.array_equal(self._array[:size], row[:size]))
 
     def read(self, row: Tokens) -> None:
-        """Take in a row's further tokens, and hold the last drafts against them."""
+        """Add a row's further tokens, and compare the latest drafts with them."""
         size = len(self._tokens)
         fresh: list[int] = row[size:].tolist()
         if fresh and self._drafts:
@@ -203,7 +203,7 @@ class _Text:
         self._array[size : len(row)] = row[size:]
 
     def draft(self, left: int, adapt: bool) -> list[int]:
-        """A chain; ``left``: tokens that the text may still grow by."""
+        """A chain; ``left`` is the number of tokens that the text can still grow by."""
         context = self._context
         context.remaining = left
         if not self._sessions:
@@ -218,13 +218,13 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """What a drafter of text asks of a target."""
+    """The interface of a target that drafters of text use."""
 
     vocab_size: int
 
 
 def _chain(draft: Any, most: int) -> list[int]:
-    """The path of first children, up to so many tokens."""
+    """The path of first children, up to ``most`` tokens."""
     path, row = list[int](), 0
     below = draft.children()
     while below[row] and len(path) < most:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 PANEL, PAIR = 32, 64
-"""Outputs in a panel of a weight; weights are padded to a multiple of it. Equal to the constant in ``machine.h``."""
+"""Outputs in a panel of a weight, padded to a multiple of this number, as in ``machine.h``."""
 
 CODES, CODE_BYTES = 16, 96
 """High bytes that have a code, and a panel's bytes for the codes and low bytes of two inputs, as in ``machine.h``."""

@@ -40,13 +40,13 @@ class Metrics(Collector):
         self._steps: Counter[str] = Counter()
         self._ends: Counter[str] = Counter()
         self._registry = CollectorRegistry()
-        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self._first = self._histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _SECONDS)
         self._each = self._histogram(
-            "request_time_per_output_token_seconds", "A request's mean time from token to token.", _TOKEN_SECONDS
+            "request_time_per_output_token_seconds", "A request's mean time between tokens.", _TOKEN_SECONDS
         )
-        self._output = self._histogram("time_per_output_token_seconds", "The same.", _TOKEN_SECONDS)
-        self._between = self._histogram("inter_token_latency_seconds", "From step to step.", _TOKEN_SECONDS)
-        self._all = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
+        self._output = self._histogram("time_per_output_token_seconds", "The same, vLLM's older name.", _TOKEN_SECONDS)
+        self._between = self._histogram("inter_token_latency_seconds", "Time between steps of a text.", _TOKEN_SECONDS)
+        self._all = self._histogram("e2e_request_latency_seconds", "Time from arrival to the last token.", _SECONDS)
         self._registry.register(self)
 
     def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
@@ -95,12 +95,12 @@ class Metrics(Collector):
         """The current figures, for a scrape."""
         counts = self._counts
         yield self._gauge("vllm:num_requests_running", "Sequences that are decoded.", self.running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", self.waiting)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait in the queue.", self.waiting)
         if self._cache_bytes is not None:
             share = self.cached_bytes / self._cache_bytes
             yield self._gauge("vllm:kv_cache_usage_perc", "Share of cache bytes in use; 1 is all.", share)
-        yield self._gauge("specdec:cache_bytes", "Bytes of the caches of what is decoded.", self.cached_bytes)
-        yield self._gauge("specdec:prefix_bytes", "Bytes that are kept of the beginnings of texts.", self.prefix_bytes)
+        yield self._gauge("specdec:cache_bytes", "Bytes of the running sequences' caches.", self.cached_bytes)
+        yield self._gauge("specdec:prefix_bytes", "Bytes of the prefix cache.", self.prefix_bytes)
         for name, key, about in (
             ("vllm:prompt_tokens", "prompt", "Tokens of prompts."),
             ("vllm:generation_tokens", "tokens", "New tokens."),
@@ -114,9 +114,9 @@ class Metrics(Collector):
         ):
             yield self._counter(name, about, counts[key])
         places = {str(place): self._per_position[place] for place in range(len(self._per_position))}
-        about = "Accepted tokens, by place in the draft."
+        about = "Accepted tokens, by position in the draft."
         yield self._counter("vllm:spec_decode_num_accepted_tokens_per_pos", about, places, "position")
-        yield self._counter("vllm:request_success", "Answers by their end.", dict(self._ends), "finished_reason")
+        yield self._counter("vllm:request_success", "Answers by finish reason.", dict(self._ends), "finished_reason")
         yield self._counter("specdec:steps", "Steps of sequences, by drafter.", dict(self._steps), "drafter")
         steps = sum(self._steps.values())
         share = counts["resting"] / steps if steps else 0.0
