@@ -18,7 +18,7 @@ from specdec.engine.scheduler import Handle, Scheduler
 from specdec.native import library as native
 from tests.fakes import Oracle
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
-from tests.tiers import each_once, matrix
+from tests.tiers import FEW, each_once, matrix
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 SIZES = {"max_rows": 24, "prefill_chunk": 16}
@@ -46,7 +46,9 @@ def same(found: Sequence[Generation], expected: Sequence[Generation]) -> bool:
     ]
 
 
-@pytest.mark.parametrize(("drafter", "family", "batches"), matrix(drafter_names(), BATCHED, BATCHES))
+@pytest.mark.parametrize(
+    ("drafter", "family", "batches"), matrix(drafter_names(), BATCHED, BATCHES, first=(*FEW, "eagle"))
+)
 def test_a_batch_changes_no_token(family: str, drafter: str, batches: Sequence[int], tmp_path: Path) -> None:
     """In float64, greedy and drawn, with few rows a step, so that drafts wait and prompts come in bits."""
     target = target_of(family, execution="transformers" if family == "qwen3" else "auto")

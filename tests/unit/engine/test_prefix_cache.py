@@ -18,6 +18,7 @@ from specdec.native.library import library
 from specdec.step.cache import Slots
 from tests.fakes import Oracle, Reciter, Spy
 from tests.models import FAMILIES, VOCAB, greedy, new_model, prompt_of, settings_of, target_of
+from tests.tiers import FEW, matrix
 
 SIZES = {"max_rows": 24, "prefill_chunk": 16}
 
@@ -148,7 +149,7 @@ def test_a_ring_s_other_slots_hold_numbers() -> None:
         assert group.values.isfinite().all()
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("drafter", matrix(drafter_names(), first=FEW))
 def test_a_drafter_takes_the_steps_that_it_would_take_without(drafter: str, tmp_path: Path) -> None:
     """Those that read hidden states get them for the tokens that are not run again."""
     target, prompt = target_of("llama"), prompt_of(40)

@@ -39,13 +39,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library, compiled once, as quickly as a compiler can: it is kept and loaded here, and computes nothing."""
-    compiler = native.compiler()
-    assert compiler is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_FLAGS", ("-O0", *native._FLAGS[1:]))
-        return native._build(compiler, tmp_path_factory.mktemp("built"))
+def built() -> Path:
+    """The library that this machine has compiled for itself; tests keep copies of it and load them."""
+    library = native.library()
+    assert library is not None
+    return Path(library._name)
 
 
 @pytest.fixture
