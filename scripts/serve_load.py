@@ -293,7 +293,7 @@ def read(arrivals: Arrivals) -> tuple[list[float], int]:
     return times, count
 
 
-# What is told of it.
+# Results and their table.
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class Drafter(Protocol):
         needs_draft: False if sessions learn from a step's rows whichever drafter proposed them. In a ``union`` they
             then observe the whole step, which is cheaper than to cut out their own draft.
         top_k: how many of each scored row's likeliest tokens sessions read. Where several processes share a step's
-            rows, only so many tokens are there, and no logits.
+            rows, sessions receive these tokens and no logits.
         proposes: False if drafts are the root alone, so that no cost curve is needed.
         plans_rows: True if sessions choose their rows by ``context.policy.prices``; otherwise the policy sets their
             row budget.

@@ -285,7 +285,7 @@ def _assistant_turns(source: Path, records: Sequence[Record]) -> Iterator[str]:
 def suffix_array(tokens: Array) -> Array:
     """The starts of all suffixes in ascending order, as uint32, or as int64 where there are too many.
 
-    ``pydivsufsort`` computes it where that is installed, else ``_doubling``, which takes several times as long. Both
+    The package ``pydivsufsort`` computes the array if it is installed; otherwise ``_doubling`` does, more slowly. Both
     give the same result, since no two suffixes are equal.
     """
     ranks = np.unique(tokens, return_inverse=True)[1].astype(np.uint32)

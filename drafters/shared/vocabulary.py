@@ -129,7 +129,7 @@ def number_in(drafted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tenso
 
 
 def ranks_of(guess: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[N] the number of guesses in [N, d] above the one with index ``right`` [N]; d where that is -1."""
+    """The rank [N] of the guess with index ``right`` [N] among the scores [N, d]; an index of -1 has rank d."""
     own = guess.gather(1, right.clamp(min=0)[:, None])
     return torch.where(right < 0, guess.shape[1], (guess > own).sum(1))
 

@@ -5,8 +5,8 @@ the step of one sequence, but a tenth of a sequence's share of a step of eight. 
 plain steps would, all sequences that share forwards rest: they take plain steps. Later they draft again, for as many
 steps as a new comparison needs.
 
-The yield is tokens per second. Tokens depend on the text, so many steps are needed to know them. Time depends on other
-processes and changes within seconds, so it is taken from the latest steps of both kinds. Therefore some steps are plain
+The yield is tokens per second. The tokens of a step vary with the text, so their mean is taken over many steps. The
+time of a step varies with other processes, so it is taken from the latest steps of both kinds. Therefore some steps are plain
 even where drafting wins: more of them where the two yields are close, or when the machine seems to have changed. Whole
 steps are timed, relative to the cost curve, and a mean of the middle ones is taken, which a moment of another process
 does not move.
@@ -178,7 +178,7 @@ class Fallback:
         self._by_batch_size: dict[tuple[int, bool], _BatchSize] = {}
 
     def rests(self, sequences: int, drawn: bool) -> bool:
-        """Whether the next step of so many ``sequences`` is a plain one; ``drawn``: whether any of them samples."""
+        """Whether the next step is a plain one. ``sequences``: their number; ``drawn``: whether one of them samples."""
         return self._of(sequences, drawn).rests
 
     def note(

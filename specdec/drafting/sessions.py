@@ -107,7 +107,7 @@ def _misfit(draft: Draft, target: Target) -> str | None:
 
 
 def _wrong_hints(hints: Hints, rows: int) -> str | None:
-    """What is wrong with the hints of a draft of so many rows, or None."""
+    """The fault in the hints of a draft with ``rows`` rows, or None."""
     if not isinstance(hints, Hints):
         return f"whose hints are {_typed(hints)}; they must be Hints, such as Hints(match_length=3)"
     match, chances, cost = hints.match_length, hints.chances, hints.cost

@@ -146,7 +146,7 @@ class PrefixTree(PrefixCache):
             return self._bytes
 
     def bound(self, max_bytes: int) -> None:
-        """From now on, keep at most so many bytes, if these are fewer than the tree's own ``max_bytes``."""
+        """Lower the limit of kept bytes. A limit above the tree's own ``max_bytes`` has no effect."""
         with self._lock:
             self._left = max(0, max_bytes)
             self._let_go(self._most)

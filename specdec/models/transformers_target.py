@@ -213,7 +213,7 @@ class TransformersTarget:
 
     @property
     def activations(self) -> str | None:
-        """What rows are rounded to that quantised blocks are multiplied with, where that is less than the default."""
+        """``int8`` where activations are rounded to it before products with quantised blocks, else None."""
         stores = (getattr(module, "store", None) for module in self.model.modules())
         return "int8" if any(isinstance(store, BlockWeight) and store.int8 for store in stores) else None
 
