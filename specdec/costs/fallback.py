@@ -6,10 +6,10 @@ plain steps would, all sequences that share forwards rest: they take plain steps
 steps as a new comparison needs.
 
 The yield is tokens per second. The tokens of a step vary with the text, so their mean is taken over many steps. The
-time of a step varies with other processes, so it is taken from the latest steps of both kinds. Therefore some steps are plain
-even where drafting wins: more of them where the two yields are close, or when the machine seems to have changed. Whole
-steps are timed, relative to the cost curve, and a mean of the middle ones is taken, which a moment of another process
-does not move.
+time of a step varies with other processes, so it is taken from the latest steps of both kinds. Therefore some steps are
+plain even where drafting wins: more of them where the two yields are close, or when the machine seems to have changed.
+Whole steps are timed, relative to the cost curve, and a mean of the middle ones is taken, which a moment of another
+process does not move.
 """
 
 from __future__ import annotations

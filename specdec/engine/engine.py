@@ -265,8 +265,8 @@ class Engine:
             logits_processor: a list of functions ``(ids [1, n], scores [1, V]) -> scores``, as in transformers. They
                 see each token's own prefix, so they act as in plain decoding. A
                 :class:`specdec.sampling.grammar.Grammar` has a state instead.
-            logprobs: the number of likeliest tokens whose log-probabilities are kept beside each emitted token's. They are
-                the target's, before processors. None keeps nothing, 0 the emitted token's alone.
+            logprobs: the number of likeliest tokens whose log-probabilities are kept beside each emitted token's. They
+                are the target's, before processors. None keeps nothing, 0 the emitted token's alone.
             prefix_cache: keeps this text and holds earlier ones; a common beginning is not run again.
             prediction: text or token ids that the answer is expected to be, such as the file that it changes. It is
                 drafted from in addition to the engine's drafter, and changes no token of the answer.
