@@ -14,27 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from drafters.heads.block_step import Blank, BlockStep, Sequel
-from drafters.heads.growing import Behind, check_chance
+from drafters.heads.growing import Behind, HeadOptions
 from drafters.heads.growth import Growth
 from drafters.heads.session import HeadDrafter, HeadSession
 from drafters.heads.transitions import Transitions
 from drafters.heads.weights import Block, HeadWeights
 from specdec.drafter import Context
-from specdec.settings.parsing import check_positive
 from specdec.step.forward_passes import Pass, Passes
 from specdec.target import Target
 
 __all__ = ["DFlash", "DFlashConfig"]
 
-_BRANCH = 8
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DFlashConfig:
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(HeadOptions):
     """Options.
 
     Attributes:
@@ -48,16 +46,7 @@ class DFlashConfig:
         check_target: whether to refuse a head that was trained for another model.
     """
 
-    head: str | None = None
-    tokens: int | None = None
-    rows: int | None = None
-    branch: int = _BRANCH
-    min_chance: float | None = None
-    check_target: bool = True
-
-    def __post_init__(self) -> None:
-        check_positive("dflash.", tokens=self.tokens, rows=self.rows, branch=self.branch)
-        check_chance("dflash.", self.min_chance)
+    where: ClassVar[str] = "dflash."
 
 
 class DFlash(HeadDrafter):

@@ -17,27 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from drafters.heads.chain_step import ChainStep, Guess, Nodes
-from drafters.heads.growing import WIDTH, Behind, check_chance
+from drafters.heads.growing import WIDTH, Behind, HeadOptions
 from drafters.heads.growth import Growth
 from drafters.heads.session import HeadDrafter, HeadSession
 from drafters.heads.weights import Chain, HeadWeights
 from specdec.drafter import Context
-from specdec.settings.parsing import check_positive
 from specdec.step.forward_passes import Pass, Passes
 from specdec.target import Target
 
 __all__ = ["Eagle", "EagleConfig"]
 
 _DEPTH = 6  # tokens below the root, by default
-_BRANCH = 8  # children of a row that are considered
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadOptions):
     """Options.
 
     Attributes:
@@ -52,16 +51,7 @@ class EagleConfig:
         check_target: whether to refuse a head that was trained for another model.
     """
 
-    head: str | None = None
-    tokens: int | None = None
-    rows: int | None = None
-    branch: int = _BRANCH
-    min_chance: float | None = None
-    check_target: bool = True
-
-    def __post_init__(self) -> None:
-        check_positive("eagle.", tokens=self.tokens, rows=self.rows, branch=self.branch)
-        check_chance("eagle.", self.min_chance)
+    where: ClassVar[str] = "eagle."
 
 
 class Eagle(HeadDrafter):

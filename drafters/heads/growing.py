@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,10 +15,11 @@ from specdec.costs.curve import pass_price
 from specdec.drafter import BatchedSession, Context, Observation
 from specdec.errors import ConfigError, shown
 from specdec.sampling.noise import Noise
+from specdec.settings.parsing import check_positive
 from specdec.step.forward_passes import Passes
 from specdec.step.tree import Draft, Hints
 
-__all__ = ["WIDTH", "Behind", "GrowingSession", "check_chance"]
+__all__ = ["WIDTH", "Behind", "GrowingOptions", "GrowingSession", "HeadOptions"]
 
 WIDTH = 8
 """Most rows of a level that are extended."""
@@ -28,10 +29,32 @@ _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # prior: the share of promised guesses that ar
 _ACCEPTED = 0.6  # prior: the share of nodes with an accepted child
 
 
-def check_chance(where: str, chance: float | None) -> None:
-    """Raises ConfigError where ``min_chance`` is not a probability."""
-    if chance is not None and not 0 <= chance <= 1:
-        raise ConfigError(f"{where}min_chance is {shown(chance)}; it is a probability, in [0, 1]")
+@dataclass(frozen=True, kw_only=True)
+class GrowingOptions:
+    """Options of drafters whose trees grow; subclasses document them, and set ``where`` and defaults of their own.
+
+    Attributes:
+        where: beginning of the options' names in error messages.
+    """
+
+    where: ClassVar[str]
+    tokens: int | None = None
+    rows: int | None = None
+    branch: int = 8
+    min_chance: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self.where, tokens=self.tokens, rows=self.rows, branch=self.branch)
+        if self.min_chance is not None and not 0 <= self.min_chance <= 1:
+            raise ConfigError(f"{self.where}min_chance is {shown(self.min_chance)}; it is a probability, in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(GrowingOptions):
+    """Options of drafters that load a head; see GrowingOptions."""
+
+    head: str | None = None
+    check_target: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import snapshot_download
 
 from drafters.heads.chain_step import Guess, Nodes
-from drafters.heads.growing import WIDTH, Behind, check_chance
+from drafters.heads.growing import WIDTH, Behind, HeadOptions
 from drafters.heads.growth import Growth
 from drafters.heads.mtp_layout import MtpTensors, find_mtp, has_mtp
 from drafters.heads.mtp_step import MtpStep
@@ -33,7 +33,6 @@ from specdec.drafter import Context
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.loading import model_source
 from specdec.models.transformers_target import TransformersTarget
-from specdec.settings.parsing import check_positive
 from specdec.step.block import Block
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Pass, Passes
@@ -42,15 +41,14 @@ from specdec.target import Target
 __all__ = ["Mtp", "MtpConfig", "convert_mtp", "own_layers"]
 
 _DEPTH = 3  # tokens below the root by default, for one layer
-_BRANCH = 8  # children of a row that are considered
 _REMEDY = (
     "it takes a model's folder whose checkpoint has such layers (DeepSeek-V3, GLM-4 MoE, Mellum, MiMo), or a head of "
     "speculators' kind mtp"
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MtpConfig:
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(HeadOptions):
     """Options.
 
     Attributes:
@@ -66,16 +64,7 @@ class MtpConfig:
         check_target: whether to refuse layers that were converted for another model.
     """
 
-    head: str | None = None
-    tokens: int | None = None
-    rows: int | None = None
-    branch: int = _BRANCH
-    min_chance: float | None = None
-    check_target: bool = True
-
-    def __post_init__(self) -> None:
-        check_positive("mtp.", tokens=self.tokens, rows=self.rows, branch=self.branch)
-        check_chance("mtp.", self.min_chance)
+    where: ClassVar[str] = "mtp."
 
 
 def own_layers(target: Target) -> Path | None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
-from drafters.heads.growing import Behind, GrowingSession, check_chance
+from drafters.heads.growing import Behind, GrowingOptions, GrowingSession
 from drafters.heads.growth import Growth
 from drafters.kangaroo.drafter import Kangaroo, KangarooConfig
 from drafters.layer_skip.forward import SkippedForward
@@ -30,12 +31,11 @@ from specdec.target import Target
 
 __all__ = ["LayerSkip", "LayerSkipConfig"]
 
-_BRANCH = 8  # children of a row that are considered
 _LOOKED_AT = 64  # last tokens of a text that decide the choice of layers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSkipConfig:
+@dataclass(frozen=True, kw_only=True)
+class LayerSkipConfig(GrowingOptions):
     """Options.
 
     Attributes:
@@ -52,15 +52,11 @@ class LayerSkipConfig:
     skip: list[int] = field(default_factory=list)
     exit_layer: int | None = None
     tokens: int = 4
-    rows: int | None = None
-    branch: int = _BRANCH
-    min_chance: float | None = None
+    where: ClassVar[str] = "layer_skip."
 
     def __post_init__(self) -> None:
-        check_positive(
-            "layer_skip.", tokens=self.tokens, rows=self.rows, branch=self.branch, exit_layer=self.exit_layer
-        )
-        check_chance("layer_skip.", self.min_chance)
+        super().__post_init__()
+        check_positive("layer_skip.", exit_layer=self.exit_layer)
         if len({*self.skip}) < len(self.skip) or any(type(layer) is not int or layer < 0 for layer in self.skip):
             raise ConfigError(f"layer_skip.skip is {shown(self.skip)}; it takes layers, each once, counted from 0")
         if self.skip and self.exit_layer is not None:

@@ -101,7 +101,7 @@ class OwnCache:
         return Block(self.cache, tokens, device=self._device, backend=self._backend)
 
     def read_text(self, block: Block, *, root: bool = True) -> None:
-        """Commit the rows of a text block after its pass. ``root``: the last row is the round's root, and is kept out."""
+        """Commit the rows of a text block after its pass; not the last one, the round's root, if ``root`` is set."""
         self.cache.commit(range(block.rows - root))
         if root:
             self._append(0, -1)
