@@ -28,7 +28,7 @@ from training.card import CardText, among
 from training.head_layers import HeadLayer, attend, rotations
 from training.heads import HeadTrainConfig, HeadTraining, begun, started_head, target_sizes
 from training.packing import Batch
-from training.run import parameters_of, run_training
+from training.run import run_training
 
 __all__ = ["Blocks", "Config", "DSparkTraining", "NewHead", "TrainedBlock", "anchors_of", "new_head", "run"]
 
@@ -210,16 +210,13 @@ class DSparkTraining(HeadTraining):
         return self._guessed(said, every).unflatten(0, every.shape), said.acceptance.sigmoid()
 
     def card(self) -> CardText:
-        own, size = self.head.config, f"{parameters_of(self.head):,} parameters"
-        matrix = "a matrix of its own" if own.own_head else "the target's own matrix"
-        columns = {"tokens_per_step": "tokens per step"}
-        columns |= {f"accepted_{place}": f"draft {place} accepted" for place in range(1, self.depth + 1)}
+        own, size, matrix = self.head.config, *self.card_words()
         return CardText(
             title="DSpark head",
             about=f"a DSpark head of {size}, blocks of {self.depth} tokens, over hidden layers {own.taps}",
             opening=f"A DSpark head for `{own.target}` over its hidden layers {own.taps}: {own.layers} layers, blocks "
             f"of {self.depth} tokens, {size}, {matrix} on top{among(own.draft_vocab)}. The target stays as it was.",
-            columns=columns,
+            columns=self.columns(),
             note="Chains of a block's likeliest tokens. Tokens per step count the bonus token.",
         )
 

@@ -25,7 +25,7 @@ from training.card import CardText, among
 from training.head_layers import HeadLayer, attend, rotations
 from training.heads import HeadTrainConfig, HeadTraining, begun, started_head, target_sizes
 from training.packing import Batch
-from training.run import parameters_of, run_training
+from training.run import run_training
 
 __all__ = ["Config", "Eagle3Training", "NewHead", "TrainedChain", "followed", "new_head", "run"]
 
@@ -185,16 +185,13 @@ class Eagle3Training(HeadTraining):
         return [self.logits(state) for state in states]
 
     def card(self) -> CardText:
-        own, size = self.head.config, f"{parameters_of(self.head):,} parameters"
-        matrix = "a matrix of its own" if own.own_head else "the target's own matrix"
-        columns = {"tokens_per_step": "tokens per step"}
-        columns |= {f"accepted_{place}": f"draft {place} accepted" for place in range(1, self.depth + 1)}
+        own, size, matrix = self.head.config, *self.card_words()
         return CardText(
             title="EAGLE-3 head",
             about=f"an EAGLE-3 head of {size} over hidden layers {own.taps}",
             opening=f"An EAGLE-3 head for `{own.target}` over its hidden layers {own.taps}, {size}, {matrix} on "
             f"top{among(own.draft_vocab)}. The target stays as it was.",
-            columns=columns,
+            columns=self.columns(),
             note=f"Chains of {self.depth} tokens. Tokens per step count the bonus token.",
         )
 

@@ -22,7 +22,7 @@ from specdec.models.transformers_target import TransformersTarget
 from training.acceptance import Tally, Written
 from training.losses import soft_loss
 from training.packing import Batch
-from training.run import DrafterTraining, TrainConfig
+from training.run import DrafterTraining, TrainConfig, parameters_of
 
 __all__ = ["HeadTrainConfig", "HeadTraining", "begun", "started_head", "target_sizes"]
 
@@ -63,6 +63,16 @@ class HeadTraining(DrafterTraining):
     ) -> None:
         self.head = head
         super().__init__(head, target, texts, config, [tap for tap in head.config.taps if tap >= 0])
+
+    def columns(self) -> dict[str, str]:
+        """The figures of the evaluation that the card shows, and their titles."""
+        titles = {f"accepted_{place}": f"draft {place} accepted" for place in range(1, self.depth + 1)}
+        return {"tokens_per_step": "tokens per step", **titles}
+
+    def card_words(self) -> tuple[str, str]:
+        """The head's size and the matrix that gives its logits, in words."""
+        matrix = "a matrix of its own" if self.head.config.own_head else "the target's own matrix"
+        return f"{parameters_of(self.head):,} parameters", matrix
 
     def chains(self, text: Written) -> list[list[bool]]:
         """See :meth:`training.acceptance.Tally.add_chains`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,21 @@ from tests.models import VOCAB, greedy, prompt_of, target_of
 PROMPT = prompt_of(9)
 RECORDED = Path(__file__).parents[1] / "head_guesses.json"
 SHAPES: tuple[dict[str, Any], ...] = ({"branch": 1, "tokens": 4}, {"rows": 12, "tokens": 3})  # a chain, and a tree
+
+
+def proposed(
+    found: Iterable[tuple[list[int], Draft]], deepest: int
+) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Of each draft: the text, a path below its root, and the tokens proposed behind it; some must be so deep."""
+    reached = 0
+    for tokens, draft in found:
+        below: dict[int, list[int]] = {}
+        for row in range(1, len(draft)):
+            below.setdefault(draft.parents[row], []).append(draft.tokens[row])
+        for row, children in below.items():
+            reached = max(reached, draft.depths[row] + 1)
+            yield tokens, draft.path_tokens(row), children
+    assert reached >= deepest
 
 
 class Beside(DrafterBase):
@@ -68,15 +83,7 @@ def guesses(
     out = Engine(target, None, drafter, max_rows=24, prefill_chunk=4, costs=roofline("cpu")).generate(PROMPT, new)
     assert out.token_ids == truth
     assert len(set(out.stats.acceptance_lengths)) > 2  # blocks of several lengths were committed
-    deepest = 0
-    for tokens, draft in drafter.found:
-        below: dict[int, list[int]] = {}
-        for row in range(1, len(draft)):
-            below.setdefault(draft.parents[row], []).append(draft.tokens[row])
-        for row, children in below.items():
-            deepest = max(deepest, draft.depths[row] + 1)
-            yield tokens, draft.path_tokens(row), children
-    assert deepest >= 3
+    yield from proposed(drafter.found, deepest=3)
 
 
 @cache

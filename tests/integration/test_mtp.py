@@ -23,7 +23,7 @@ from specdec.errors import CheckpointError, SpecdecWarning
 from specdec.models.transformers_target import TransformersTarget
 from tests import heads
 from tests.fakes import Oracle
-from tests.integration.test_heads_reference import Beside
+from tests.integration.test_heads_reference import Beside, proposed
 from tests.models import BASE, VOCAB, prompt_of, reference
 
 _MOE = {
@@ -138,15 +138,7 @@ def guesses(name: str, folder: Path, shape: dict[str, Any]) -> Iterator[tuple[li
     out = Engine(target, None, drafter, max_rows=24, prefill_chunk=3, costs=roofline("cpu")).generate(prompt, new)
     assert out.token_ids == truth
     assert len(set(out.stats.acceptance_lengths)) > 2  # blocks of several lengths were committed
-    deepest = 0
-    for tokens, draft in drafter.found:
-        below: dict[int, list[int]] = {}
-        for row in range(1, len(draft)):
-            below.setdefault(draft.parents[row], []).append(draft.tokens[row])
-        for row, children in below.items():
-            deepest = max(deepest, draft.depths[row] + 1)
-            yield tokens, draft.path_tokens(row), children
-    assert deepest >= 2 + (shape.get("branch") == 1)
+    yield from proposed(drafter.found, deepest=2 + (shape.get("branch") == 1))
 
 
 def checkpoint(folder: Path) -> Path:
