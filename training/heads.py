@@ -22,7 +22,7 @@ from specdec.models.transformers_target import TransformersTarget
 from training.acceptance import Tally, Written
 from training.losses import soft_loss
 from training.packing import Batch
-from training.run import DrafterTraining, TrainConfig, parameters_of
+from training.run import DrafterTraining, LabelConfig, parameters_of
 
 __all__ = ["HeadTrainConfig", "HeadTraining", "begun", "started_head", "target_sizes"]
 
@@ -32,19 +32,13 @@ Share = Annotated[float, Ge(0), Le(1), "a number in [0, 1]"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadTrainConfig(TrainConfig):
-    """The common options of training heads, beside those of TrainConfig.
+class HeadTrainConfig(LabelConfig):
+    """The common options of training heads, beside those of LabelConfig.
 
     Attributes:
-        labels: ``soft`` for the target's distribution, or ``hard`` for its largest token.
-        top_k: number of tokens to keep of the soft labels, for large vocabularies; 0 keeps all.
-        hard_share: share of the loss on the text's own next token, which is what counts at T=0; the rest is the loss on
-            ``labels``.
         decay: weight ``decay ** k`` of the loss of a draft's token k, counted from 0.
     """
 
-    top_k: Annotated[int, Ge(0), "an integer >= 0, where 0 keeps the whole distribution"] = 0
-    hard_share: Share = 0.0
     decay: Annotated[float, Gt(0), Le(1), "a number in (0, 1]"] = 0.8
 
 

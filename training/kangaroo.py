@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Le
 from torch import nn
 
 from drafters.kangaroo.adapter import Adapter, AdapterConfig, fitting_heads
@@ -20,7 +19,7 @@ from training.acceptance import Tally, Written
 from training.card import CardText, among
 from training.losses import soft_loss
 from training.packing import Batch
-from training.run import DrafterTraining, TrainConfig, parameters_of, run_training, started
+from training.run import DrafterTraining, LabelConfig, parameters_of, run_training, started
 
 __all__ = ["Config", "KangarooTraining", "NewAdapter", "new_adapter", "run"]
 
@@ -44,20 +43,14 @@ class NewAdapter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TrainConfig):
-    """The options of an adapter's training, beside those of TrainConfig.
+class Config(LabelConfig):
+    """The options of an adapter's training, beside those of LabelConfig.
 
     Attributes:
-        labels: ``soft`` for the target's distribution, or ``hard`` for its largest token.
-        top_k: number of tokens to keep of the soft labels, for large vocabularies; 0 keeps all.
-        hard_share: share of the loss on the text's own next token, which is what counts at T=0; the rest is the loss on
-            ``labels``.
         adapter: the new adapter, see its class; unused with ``start``, which trains an existing one.
     """
 
     out: str = "runs/kangaroo"
-    top_k: Annotated[int, Ge(0), "an integer >= 0, where 0 keeps the whole distribution"] = 0
-    hard_share: Annotated[float, Ge(0), Le(1), "a number in [0, 1]"] = 0.0
     adapter: NewAdapter = field(default_factory=NewAdapter)
 
 

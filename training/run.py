@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from torch import nn
 
 from drafters.shared.fingerprint import fingerprint
@@ -32,7 +32,7 @@ from training.log import read_log
 from training.loop import LoopConfig, half_is_fast, new_accelerator, train
 from training.packing import Batch, pack
 
-__all__ = ["DrafterTraining", "TrainConfig", "frozen_target", "parameters_of", "run_training", "started"]
+__all__ = ["DrafterTraining", "LabelConfig", "TrainConfig", "frozen_target", "parameters_of", "run_training", "started"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,21 @@ def started(kind: Any, folder: str, target: TransformersTarget, drafter: str) ->
     check_fit(module.config, target, drafter, check_target=False)
     module.config = replace(module.config, target=fingerprint(target))
     return module.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelConfig(TrainConfig):
+    """The options of a training by the target's distribution, beside those of TrainConfig.
+
+    Attributes:
+        labels: ``soft`` for the target's distribution, or ``hard`` for its largest token.
+        top_k: number of tokens to keep of the soft labels, for large vocabularies; 0 keeps all.
+        hard_share: share of the loss on the text's own next token, which is what counts at T=0; the rest is the loss on
+            ``labels``.
+    """
+
+    top_k: Annotated[int, Ge(0), "an integer >= 0, where 0 keeps the whole distribution"] = 0
+    hard_share: Annotated[float, Ge(0), Le(1), "a number in [0, 1]"] = 0.0
 
 
 class DrafterTraining:
