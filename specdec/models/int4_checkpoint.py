@@ -175,6 +175,12 @@ class _Int4Filling(Filling):
         super().__init__(config, dtype, int8, repr(str(folder)))
         self._settings, self._in_blocks = settings, in_blocks
         self._files = {name: file for file in self._opened(folder) for name in file.keys()}  # noqa: SIM118
+        if not any(name.endswith(".qweight") for name in self._files):
+            raise CheckpointError(
+                f"the config of {str(folder)!r} says quant_method {settings.method!r}, and none of its tensors is a "
+                "qweight; remove quantization_config from its config.json if its weights are not quantised, or "
+                "download the checkpoint anew"
+            )
         self._pages = FilePages()
         self._left = {*self._files}
         self.fill()

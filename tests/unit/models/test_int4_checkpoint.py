@@ -207,6 +207,14 @@ def test_other_tensors_are_refused_by_name(in_blocks: bool, change: Any, named: 
         load(tmp_path, in_blocks=in_blocks)
 
 
+def test_a_config_alone_quantises_nothing(tmp_path: Path) -> None:
+    """Dense weights beside a config that says otherwise were taken, with no word of it."""
+    int4_checkpoint(tmp_path)
+    edit(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith("qweight")])
+    with pytest.raises(CheckpointError, match=r"none of its tensors is a qweight; remove quantization_config from"):
+        load(tmp_path)
+
+
 def test_desc_act_needs_its_groups(tmp_path: Path) -> None:
     """Inputs that lie in order after all are as any others; without a word of them they are refused."""
     expected = int4_checkpoint(tmp_path, settings={"desc_act": True})
