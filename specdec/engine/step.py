@@ -14,6 +14,7 @@ from specdec.engine.sequence import ScheduledRows, SequenceState
 from specdec.engine.step_observer import StepObserver
 from specdec.results import Step
 from specdec.sampling.verify import Readback
+from specdec.step import device_copies
 from specdec.step.forward_passes import Passes, run_all
 from specdec.target import Target, TargetOutput
 
@@ -43,7 +44,8 @@ def step(sequences: Sequence[SequenceState], target: Target, observer: StepObser
     observer.scheduled()
     ran = forward(target, batch, outcomes)
     observer.ran(ran)
-    read_back(ran)
+    if device_copies.is_apart(target.head_device):
+        read_back(ran)
     for rows, output in ran:
         sequence = rows.sequence
         try:
