@@ -52,7 +52,7 @@ class DFlashConfig(HeadOptions):
 class DFlash(HeadDrafter):
     """A trained DFlash, DFlash2 or DSpark head, which drafts a block of tokens in one pass."""
 
-    name = "dflash"
+    name, trained = "dflash", "dspark"
     at_once = True
     Config = DFlashConfig
 

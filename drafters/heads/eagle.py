@@ -57,7 +57,7 @@ class EagleConfig(HeadOptions):
 class Eagle(HeadDrafter):
     """A trained EAGLE head, which drafts a chain or a tree."""
 
-    name = "eagle"
+    name, trained = "eagle", "eagle3"
     Config = EagleConfig
 
     def __init__(self, config: EagleConfig, head: HeadWeights, target: Target) -> None:

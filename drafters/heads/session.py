@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,11 +34,13 @@ class HeadDrafter(DrafterBase):
         layers: hidden states of the target, as numbers of layers, in the order in which the head reads them.
         depth: most tokens of a path.
         at_once: whether one pass gives all depths.
+        trained: what ``specdec train`` calls such a head.
     """
 
     draws = False
     needs_draft = False
     at_once = False
+    trained: ClassVar[str]
     depth: int
 
     def __init__(self, config: Any, head: HeadWeights | None, target: Target) -> None:
@@ -54,7 +56,10 @@ class HeadDrafter(DrafterBase):
         Raises:
             CheckpointError: there is no head, or a broken one, or one of another model.
         """
-        source = "Download one that was trained for it (docs/heads.md says which formats are read)"
+        source = (
+            f"Train one with `specdec train {cls.trained} --model ...`, or download one that was trained for it "
+            f"(docs/heads.md says which formats are read; `specdec convert {cls.name}` writes any of them anew)"
+        )
         folder = weights_folder(config.head, target, f"{cls.name}.head", source=source)
         head = load_head(folder, cls.name, target, check_target=config.check_target)
         return cls(config, head.to(target.head_device, target.dtype), target)

@@ -21,6 +21,7 @@ from specdec.errors import CheckpointError
 from specdec.target import FINAL
 from tests import heads
 from tests.models import VOCAB, random_heads, target_of
+from training.cli import CONVERTED, TRAINABLE
 
 SIZE = 32
 
@@ -126,11 +127,17 @@ def test_check_says_who_drafts_with_it(tmp_path: Path) -> None:
         describe_weights(tmp_path / "absent")
 
 
-def test_no_head_is_said_with_where_they_come_from() -> None:
+@pytest.mark.parametrize(("name", "trained"), [("eagle", "eagle3"), ("dflash", "dspark")])
+def test_no_head_is_said_with_where_they_come_from(name: str, trained: str) -> None:
+    """The remedies that a message names are commands that exist."""
     with pytest.raises(
-        CheckpointError, match=r"eagle has no head for this model \(.*\)\. Download one .* as eagle\.head"
-    ):
-        make_drafter("eagle", target_of("llama"))
+        CheckpointError, match=rf"{name} has no head for this model \(.*\)\. Train .* as {name}\.head"
+    ) as told:
+        make_drafter(name, target_of("llama"))
+    assert f"`specdec train {trained} --model ...`" in str(told.value)
+    assert f"`specdec convert {name}`" in str(told.value)
+    assert trained in TRAINABLE
+    assert name in CONVERTED
 
 
 Spoil = Callable[[dict[str, Any], heads.Tensors], object]
