@@ -6,7 +6,7 @@ whatever tokens precede it. DSpark's bias and DFlash2's selector correct it for 
 confidence estimates acceptance. These chances grow a tree, as far as its rows pay. No row of a block is kept: accepted
 tokens are seen through the target's hidden states.
 
-When sampling, tokens are ranked with the same noise that the target will draw with. Under ``reject``, a chain is drawn
+When sampling, tokens are ranked with the same noise that the target will draw with. Under ``reject``, a tree is drawn
 and carries its q.
 """
 
@@ -40,7 +40,7 @@ class DFlashConfig(HeadOptions):
             None takes the one in this package that was trained for the model.
         tokens: most depth of a draft; None for the block's.
         rows: most rows of a draft below the root; None for as many as pay.
-        branch: most children of a row; 1 makes a chain. Under ``reject`` it is 1.
+        branch: most children of a row; 1 makes a chain.
         min_chance: verify all rows that the head expects to be reached with at least this chance, within ``rows`` and
             ``tokens``; None verifies as many as pay by measured costs.
         check_target: whether to refuse a head that was trained for another model.

@@ -10,7 +10,7 @@ computed from its own states is discarded, as the target's states are there by t
 P-EAGLE (arXiv 2602.01469) drafts all depths at once, with masks in place of unknown tokens.
 
 When sampling, tokens are ranked with the same noise that the target will draw with, see
-:func:`drafters.shared.vocabulary.coupled`. Under ``reject``, a chain is drawn and carries its q.
+:func:`drafters.shared.vocabulary.coupled`. Under ``reject``, a tree is drawn and carries its q.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EagleConfig(HeadOptions):
         tokens: most depth of a draft; each level costs a pass of the head. None is 6, or the depth that a P-EAGLE head
             was published with.
         rows: most rows of a draft below the root; None for as many as pay.
-        branch: most children of a row; 1 makes a chain. Under ``reject`` it is 1.
+        branch: most children of a row; 1 makes a chain.
         min_chance: extend and verify all rows that the head expects to be reached with at least this chance, within
             ``rows`` and ``tokens``, as the papers do with fixed sizes; None takes as many as pay by measured costs.
         check_target: whether to refuse a head that was trained for another model.

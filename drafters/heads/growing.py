@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
 
+from drafters.heads.drawing import Ranks, drawn, planned
 from drafters.heads.growth import Growth
 from drafters.shared.scored_tree import Guesses, Margin
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
@@ -112,9 +115,9 @@ class GrowingSession(BatchedSession):
         self._price = pass_price(weights, context.target, costs, length)
         self._most = min(self._rows, context.max_rows - 1)
         self._margin = Margin(costs, length, max(self._most, 1), _FAINT)
-        self._steps = costs.steps(length, max(self._most, 1) + 1)
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
         self._accepted, self._guesses = _ACCEPTED * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._ranks = Ranks(min(self._branch, max(self._most, 1)), _ACCEPTED, _PRIOR_WEIGHT)  # of drawn children
 
     def _ready(self) -> bool:
         """Begin a round; returns whether the head has anything to guess from."""
@@ -157,22 +160,32 @@ class GrowingSession(BatchedSession):
         return Draft([grown.tokens[node] for node in nodes], parents, hints=Hints(chances=chances, cost=self._cost))
 
     def _drawn(self, grown: Growth, most: int, deepest: int) -> Passes[Draft]:
-        """Draw a chain, each token from the head's distribution, as far as that pays."""
-        q, reached = dict[int, torch.Tensor](), 1.0
-        for row in range(deepest):
-            behind = yield from self._behind(grown, [row])
-            drawn = self._draw(self._scores(behind.logits, [grown.tokens[1:]])[0], row)
-            if drawn is None:
-                break
-            token, largest, q[row] = drawn
-            grown.extend(row, [(token, 1.0)], 1.0)
-            # From q and the record of other draws, never from the drawn token itself, which would bias the draws.
-            likely = largest if behind.accepted is None else behind.accepted[0]
-            reached *= (likely + self._accepted / self._guesses) / 2
-            if row + 1 == deepest or not self._drawing_pays(reached, row + 1):
+        """Draw a tree level by level, as far as that pays; all rows that are drawn are verified."""
+        q, level, turns = dict[int, torch.Tensor](), [0], count()
+        while True:
+            depth, behind = grown.depths[level[0]], (yield from self._behind(grown, level))
+            shares, chances = self._drawable(behind, [grown.path(node) for node in level])
+            reach, usual, rows = [grown.reach[node] for node in level], self._ranks.shares, len(grown) - 1
+            pays = partial(self._row_pays, most=most)
+            counts = planned(reach, chances, usual, levels=deepest - depth, rows=rows, pays=pays)
+            for place, below in enumerate(self._draw(shares, counts, turns)):
+                if below:
+                    q[level[place]] = self._vocabulary.spread(shares[place], 0.0)
+                    grown.extend(level[place], [*zip(below, chances[place], strict=False)], 1.0)
+            level = sorted(range(rows + 1, len(grown)), key=grown.reach.__getitem__, reverse=True)[: self._width]
+            level = [node for node in level if pays(grown.reach[node] * usual[0], len(grown) - 1)]
+            if depth + 1 == deepest or not self._drawing_pays([grown.reach[node] for node in level], len(grown) - 1):
                 break
             self._passes += not self._at_once
-        return Draft(grown.tokens, range(-1, len(grown.tokens) - 1), q=q, hints=Hints(cost=self._cost))
+        return Draft(grown.tokens, grown.parents, q=q, hints=Hints(cost=self._cost))
+
+    def _drawable(self, behind: Behind, paths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[list[float]]]:
+        """The distributions [N, d] behind N rows, and per row the chances of its children; none where there is NaN."""
+        logits = behind.logits.expand(len(paths), -1) if self._reads_prefix else behind.logits
+        shares = torch.softmax(self._scores(logits, paths), -1, dtype=torch.float64)
+        likely = shares.amax(-1).tolist() if behind.accepted is None else [*behind.accepted]
+        chances = [self._ranks.behind(chance) if chance > 0 else [] for chance in likely]
+        return shares.expand(len(paths), -1), chances * (len(paths) // len(chances))
 
     @property
     def _cost(self) -> float:
@@ -194,6 +207,8 @@ class GrowingSession(BatchedSession):
             self._right += promised > 0 and right == children[0]
             self._guesses += 1
             self._accepted += right is not None
+            if self._draws:
+                self._ranks.learn([grown.tokens[child] for child in children], token)
             if right is None:
                 break
             node = right
@@ -250,22 +265,11 @@ class GrowingSession(BatchedSession):
         pairs = zip(numbers, chances, strict=True)
         return [(self._vocabulary.token(int(number)), chance) for number, chance in pairs if chance > 0 and number >= 0]
 
-    def _draw(self, scores: torch.Tensor, row: int) -> tuple[int, float, torch.Tensor] | None:
-        """Draw a token from one guess [d], behind row ``row`` of the draft.
-
-        Returns:
-            The token, the largest probability of any token, and the distribution [V]; None where the guess is not a
-            distribution.
-        """
-        q = torch.softmax(scores, -1, dtype=torch.float64)
-        sums = q.cumsum(-1)
-        # searchsorted finds the first sum that reaches the drawn number, so its token has a positive probability.
-        drawn = sums[-1:] * self._context.noise.uniform(len(self._context.tokens), Noise.DRAFT, row)
-        number = torch.where(sums[-1] > 0, torch.searchsorted(sums, drawn)[0], -1)
-        read = torch.stack((number.double(), q.max())).tolist()
-        if read[0] < 0 or not read[1] > 0:
-            return None
-        return self._vocabulary.token(int(read[0])), read[1], self._vocabulary.spread(q, 0.0)
+    def _draw(self, shares: torch.Tensor, counts: Sequence[int], turns: Iterator[int]) -> list[list[int]]:
+        """Tokens drawn behind each row of ``shares`` [N, d], up to ``counts`` of them; each draw takes a turn."""
+        noise, position = self._context.noise, len(self._context.tokens)
+        uniforms = [[noise.uniform(position, Noise.DRAFT, next(turns)) for _ in range(size)] for size in counts]
+        return [[self._vocabulary.token(number) for number in own] for own in drawn(shares, uniforms)]
 
     def _count(self, reach: Sequence[float]) -> int:
         """The number of rows to verify, given the chances ``reach`` of all rows, the largest first."""
@@ -283,11 +287,18 @@ class GrowingSession(BatchedSession):
     def _level_price(self) -> float:
         return 0.0 if self._at_once else self._price
 
-    def _drawing_pays(self, reached: float, rows: int) -> bool:
-        """Whether one more drawn token pays for its row and its level."""
+    def _row_pays(self, reach: float, rows: int, *, most: int) -> bool:
+        """Whether one more row is drawn behind ``rows`` others; the first is, as nothing would be learned without."""
+        if rows == 0 or rows >= most:
+            return rows < most
+        return reach >= (self._margin.least[rows] if self._least is None else self._least)
+
+    def _drawing_pays(self, reach: Sequence[float], rows: int) -> bool:
+        """Whether one more level pays, behind rows that are reached with these chances."""
         if self._least is not None:
-            return reached >= self._least
-        return reached * self._accepted / self._guesses > self._level_price + self._steps[rows + 1] - self._steps[rows]
+            return bool(reach)
+        gains = [own * self._ranks.shares[0] - self._margin.least[rows] for own in reach]
+        return sum(gains) > self._level_price
 
 
 def _by_acceptance(ranked: Guesses, accepted: float) -> Guesses:

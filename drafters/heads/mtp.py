@@ -58,7 +58,7 @@ class MtpConfig(HeadOptions):
             published with, or else 3 or the number of layers, whichever is larger. Behind the last layer, that layer
             runs again.
         rows: most rows of a draft below the root; None for as many as pay.
-        branch: most children of a row; 1 makes a chain. Under ``reject`` it is 1.
+        branch: most children of a row; 1 makes a chain.
         min_chance: extend and verify all rows that the layers expect to be reached with at least this chance, within
             ``rows`` and ``tokens``; None takes as many as pay by measured costs.
         check_target: whether to refuse layers that were converted for another model.

@@ -44,7 +44,7 @@ class LayerSkipConfig(GrowingOptions):
             (LayerSkip); no other layer is left out.
         tokens: most depth of a draft; each level costs a pass of the remaining layers.
         rows: most rows of a draft below the root; None for as many as pay.
-        branch: most children of a row; 1 makes a chain. Under ``reject`` it is 1.
+        branch: most children of a row; 1 makes a chain.
         min_chance: extend and verify all rows that the draft expects to be reached with at least this chance, within
             ``rows`` and ``tokens``; None takes as many as pay by measured costs.
     """
