@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from specdec.errors import CheckpointError, shown
@@ -69,9 +68,3 @@ class Int4Settings:
         dtype = told.get("pack_dtype") or "int32"
         refuse_unless(str(dtype).removeprefix("torch.") == "int32", "pack_dtype", dtype, "'int32'")
         return cls(method, size, 1 if kind == "gptq" else 0, ordered=bool(told.get("desc_act")))
-
-    @staticmethod
-    def transformers_loads(told: Any) -> bool:
-        """Whether packages are here with which transformers runs such a checkpoint."""
-        names = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",)}.get(told["quant_method"], ())
-        return all(find_spec(name) is not None for name in names)

@@ -22,7 +22,7 @@ from specdec.models.catalog import named_models
 from specdec.models.gguf import GgufFile, is_gguf
 from specdec.models.gguf_blocks import described, model_in_blocks
 from specdec.models.inspection import refuse_unfit
-from specdec.models.int4_checkpoint import quantised_model
+from specdec.models.quantised_checkpoint import quantised_model
 from specdec.runners.rotary import rope_kinds
 from specdec.settings.files import read_object
 from specdec.settings.validation import fitting
@@ -145,8 +145,8 @@ def load_weights(
                 if int8:
                     raise ConfigError(
                         "activations='int8' rounds rows that quantised blocks are multiplied with, and "
-                        f"{shown(str(path), 400)} is no GGUF file, nor quantised by GPTQ or AWQ; leave it out, or make "
-                        "a GGUF file with `specdec quantize`"
+                        f"{shown(str(path), 400)} is no GGUF file, nor quantised by GPTQ, AWQ or bitsandbytes; leave "
+                        "it out, or make a GGUF file with `specdec quantize`"
                     )
             else:
                 _refuse_scaled(gguf, config)

@@ -1,14 +1,14 @@
 /* Panels of quantised blocks, the layout that products read.
  *
  * A panel interleaves the blocks of PANEL outputs for the same inputs: d of each output; m of each, where the
- * format has minima; then for every CHUNK inputs the group numbers of each output, and the codes. The bits of codes
+ * format has minima; or a float32 of each; then for every CHUNK inputs the group numbers of each output, and the codes. The bits of codes
  * lie in 32-bit words, one word of each output after another. For eight inputs, byte 0 of a word has the bits of
  * inputs 0 and 2, byte 1 of inputs 4 and 6, byte 2 of 1 and 3, byte 3 of 5 and 7. So one shift and one mask give,
  * for each output, two inputs as adjacent 16-bit numbers (0 and 1, 2 and 3, ...), or four as bytes (0, 4, 1, 5 and
  * 2, 6, 3, 7). Bits above the lowest four, or two, have words of their own. A panel takes the bytes of its blocks
  * in the file, or up to 4% more. */
 
-INLINE int64_t head_bytes(const WeightFormat *f) { return 2 * PANEL * (f->minima ? 2 : 1); }
+INLINE int64_t head_bytes(const WeightFormat *f) { return 2 * PANEL * (f->minima || f->scales == FLOATS ? 2 : 1); }
 INLINE int64_t groups_in(const WeightFormat *f) { return CHUNK / f->group; } /* of a chunk */
 INLINE int has_numbers(const WeightFormat *f) { return f->scales == BYTES || f->scales == NIBBLES; }
 INLINE int64_t number_bytes(const WeightFormat *f) { /* of a chunk's groups */
@@ -80,7 +80,8 @@ INLINE void put_any_codes(const uint8_t *codes, uint32_t *to, int bits) {
 /* Writes one output's block to its place in the panel's block. */
 static void put_block(const WeightFormat *f, const Block256 *block, uint8_t *to, int64_t own) {
     const int64_t groups = groups_in(f);
-    ((uint16_t *)to)[own] = block->d;
+    if (f->scales == FLOATS) ((uint32_t *)to)[own] = block->d | (uint32_t)block->m << 16;
+    else ((uint16_t *)to)[own] = block->d;
     if (f->minima) ((uint16_t *)to)[PANEL + own] = block->m;
     to += head_bytes(f);
     for (int64_t chunk = 0; chunk < f->values / CHUNK; chunk++, to += chunk_bytes(f)) {
@@ -227,10 +228,10 @@ INLINE void read_scales(const WeightFormat *f, const uint8_t *head, const uint8_
     const int64_t groups = groups_in(f);
     for (int64_t g = 0; g < groups; g++)
         for (int64_t o = 0; o < PANEL; o += LANES) {
-            floats scale = widen_halves((const uint16_t *)head + o), minimum = {0};
+            floats scale = f->scales == FLOATS ? load(head, o, 0) : widen_halves((const uint16_t *)head + o), minimum = {0};
             const uint8_t *own = chunk + g * PANEL + o;
             if (f->minima) minimum = widen_halves((const uint16_t *)head + PANEL + o);
-            if (f->scales == PLAIN) minimum = -minimum;
+            if (f->scales == PLAIN || f->scales == FLOATS) minimum = -minimum;
             else if (f->scales == ZEROS) minimum *= scale;
             else if (f->scales == BYTES) {
                 scale *= __builtin_convertvector(widen_bytes(own, 1), floats);
@@ -244,7 +245,8 @@ INLINE void read_scales(const WeightFormat *f, const uint8_t *head, const uint8_
         }
 }
 
-/* Decoded chunks: pairs of codes as 16-bit numbers, without the format's offset subtracted, and scales. */
+/* Decoded chunks: pairs of codes as 16-bit numbers, without the format's offset subtracted, and scales. Codes of float32
+ * values stay codes. */
 typedef struct {
     uint32_t pairs[MOST / 2 * PANEL] __attribute__((aligned(64)));
     float scales[MOST / GROUP * PANEL], minima[MOST / GROUP * PANEL];
@@ -260,7 +262,7 @@ static void decode_blocks(const WeightFormat *f, const uint8_t *panel, int64_t f
         uint32_t *pairs = to->pairs + (n - first) * CHUNK / 2 * PANEL;
         for (int64_t at = 0; at < bytes + 64; at += 64) __builtin_prefetch(chunk + ahead + at, 0, LOCALITY);
         read_scales(f, head, chunk, to->scales + (n - first) * groups * PANEL, to->minima + (n - first) * groups * PANEL);
-        switch (f->levels ? 0 : f->bits) {
+        switch (f->levels == INTEGERS ? 0 : f->bits) {
             case 0: decode_chunk(codes, pairs, 4, 1); break;
             case 2: decode_chunk(codes, pairs, 2, 0); break;
             case 3: decode_chunk(codes, pairs, 3, 0); break;

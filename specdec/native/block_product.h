@@ -19,7 +19,8 @@ static void product_in_blocks(const Product *p, const float *x, float *y, int64_
             const int64_t first = at + panel * PANEL, left = part->outputs - panel * PANEL, count = left < PANEL ? left : PANEL;
             for (int64_t row = 0; row < rows; row += PASS) {
                 const int64_t some = rows - row < PASS ? rows - row : PASS, stride = apart_by(p->inputs);
-                if (p->kind == INT8_QUANTISED || (p->kind == QUANTISED && rows <= FEW_CODED))
+                if (has_float_levels(f)) multiply_levels(f, weight, p->inputs, x + row * stride, stride, sums, some);
+                else if (p->kind == INT8_QUANTISED || (p->kind == QUANTISED && rows <= FEW_CODED))
                     multiply_coded(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == INT8_QUANTISED);
                 else multiply_blocks(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == EXACT_QUANTISED);
                 for (int64_t r = 0; r < some; r++) {
@@ -59,7 +60,7 @@ static void look_up_blocks(const Product *p, int64_t number, void *y, int half) 
             const int64_t place = i / f->group * PANEL + own;
             const uint32_t pair = d.pairs[i / 2 * PANEL + own];
             const int code = (int16_t)(i % 2 ? pair >> 16 : pair & 0xffff);
-            float value = d.scales[place] * (float)(code - f->offset);
+            float value = d.scales[place] * (f->levels == INTEGERS ? (float)code : level_of(f, code));
             if (f->minima) value -= d.minima[place];
             if (half) ((uint16_t *)y)[first * CHUNK + i] = narrow(value);
             else ((float *)y)[first * CHUNK + i] = value;

@@ -1,11 +1,13 @@
-/* Blocks: the quantised formats of GGUF files, and what the 4-bit weights of other checkpoints are packed into; one row of
- * a table and one function each. */
+/* Blocks: the quantised formats of GGUF files, and what the 4-bit and 8-bit weights of other checkpoints are packed into;
+ * one row of a table and one function each. */
 
 /* What a block holds, whatever its format: weight i is (its group's scale) * (code - offset) - (its group's minimum).
- * Plain scales are d and -m; others are d times a group's number, and minima m times a group's. d and m are float16. */
+ * Plain scales are d and -m; others are d times a group's number, and minima m times a group's. d and m are float16, or
+ * one float32 in two halves, which is the scale. */
 enum { MOST = 256, GROUP = 16, CHUNK = 32 }; /* values of a block, at most; of the smallest group; decoded at once */
-enum Scales { PLAIN, BYTES, NIBBLES, ZEROS }; /* d and m alone; a byte of each for a group; four bits of each; d alone, and
-                                               * m is the code that stands for zero */
+enum Scales { PLAIN, BYTES, NIBBLES, ZEROS, FLOATS }; /* d and m alone; a byte of each for a group; four bits of each; d
+                                                       * alone, and m is the code that stands for zero; a float32 */
+enum Lists { NONE, INTEGERS, NF4, FP4 };               /* of values that codes number; the latter two are of float32 */
 typedef struct {
     uint16_t d, m;
     int8_t scales[MOST / GROUP];
@@ -17,7 +19,7 @@ typedef struct {
     const char *name;
     int32_t type, values, bytes;  /* GGUF's number of it, or one below 0; values and bytes of a block in a file */
     int32_t bits, offset, group;  /* of a code; what is taken from it; values that have one scale */
-    int32_t scales, minima, levels; /* how scales are kept; whether there are minima; codes number values of a list */
+    int32_t scales, minima, levels; /* how scales are kept; whether there are minima; the list that codes are numbers of */
     void (*read)(const uint8_t *restrict block, Block256 *restrict to);
 } WeightFormat;
 
@@ -149,6 +151,24 @@ static void read_int4_32(const uint8_t *restrict block, Block256 *restrict to) {
 static void read_int4_64(const uint8_t *restrict block, Block256 *restrict to) { read_int4(block, to, 64); }
 static void read_int4_128(const uint8_t *restrict block, Block256 *restrict to) { read_int4(block, to, 128); }
 
+/* A float32 scale, and codes two by two: the first in a byte's high bits. */
+INLINE void read_levels(const uint8_t *restrict block, Block256 *restrict to, const int values) {
+    to->d = two_bytes(block), to->m = two_bytes(block + 2);
+    for (int i = 0; i < values / 2; i++) to->codes[2 * i] = block[4 + i] >> 4, to->codes[2 * i + 1] = block[4 + i] & 15;
+}
+
+static void read_levels_32(const uint8_t *restrict block, Block256 *restrict to) { read_levels(block, to, 32); }
+static void read_levels_64(const uint8_t *restrict block, Block256 *restrict to) { read_levels(block, to, 64); }
+
+/* A float32 scale, and signed codes. */
+INLINE void read_int8(const uint8_t *restrict block, Block256 *restrict to, const int values) {
+    to->d = two_bytes(block), to->m = two_bytes(block + 2);
+    for (int i = 0; i < values; i++) to->codes[i] = block[4 + i] ^ 128;
+}
+
+static void read_int8_32(const uint8_t *restrict block, Block256 *restrict to) { read_int8(block, to, 32); }
+static void read_int8_128(const uint8_t *restrict block, Block256 *restrict to) { read_int8(block, to, 128); }
+
 static const WeightFormat formats[] = {
     /* name, type, values, bytes, bits, offset, group, scales, minima, levels */
     {"Q4_0", 2, 32, 18, 4, 8, 32, PLAIN, 0, 0, read_q4_0},
@@ -161,17 +181,34 @@ static const WeightFormat formats[] = {
     {"Q4_K", 12, 256, 144, 4, 0, 32, BYTES, 1, 0, read_q4_k},
     {"Q5_K", 13, 256, 176, 5, 0, 32, BYTES, 1, 0, read_q5_k},
     {"Q6_K", 14, 256, 210, 6, 32, 16, BYTES, 0, 0, read_q6_k},
-    {"IQ4_NL", 20, 32, 18, 4, 0, 32, PLAIN, 0, 1, read_q4_0},
-    {"IQ4_XS", 23, 256, 136, 4, 0, 32, BYTES, 0, 1, read_iq4_xs},
+    {"IQ4_NL", 20, 32, 18, 4, 0, 32, PLAIN, 0, INTEGERS, read_q4_0},
+    {"IQ4_XS", 23, 256, 136, 4, 0, 32, BYTES, 0, INTEGERS, read_iq4_xs},
     {"INT4_32", -32, 32, 20, 4, 0, 32, ZEROS, 1, 0, read_int4_32},
     {"INT4_64", -64, 64, 36, 4, 0, 32, ZEROS, 1, 0, read_int4_64},
     {"INT4_128", -128, 128, 68, 4, 0, 32, ZEROS, 1, 0, read_int4_128},
+    {"NF4_32", -1032, 32, 20, 4, 0, 32, FLOATS, 0, NF4, read_levels_32},
+    {"NF4_64", -1064, 64, 36, 4, 0, 32, FLOATS, 0, NF4, read_levels_64},
+    {"FP4_32", -2032, 32, 20, 4, 0, 32, FLOATS, 0, FP4, read_levels_32},
+    {"FP4_64", -2064, 64, 36, 4, 0, 32, FLOATS, 0, FP4, read_levels_64},
+    {"INT8_32", -3032, 32, 36, 8, 128, 32, FLOATS, 0, 0, read_int8_32},
+    {"INT8_128", -3128, 128, 132, 8, 128, 32, FLOATS, 0, 0, read_int8_128},
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
 /* The list of values that four-bit codes index. */
 static const int16_t levels[32] = {-127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113,
                                    -127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113};
+
+/* Those of bitsandbytes: quantiles of a normal distribution; numbers of one sign bit, two bits of exponent and one of
+ * fraction, over the largest. */
+static const float float_levels[2][16] = {
+    {-1.f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+     -0.09105003625154495f, 0.f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+     0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.f},
+    {0.f, 0.0625f / 12, 8 / 12.f, 1.f, 4 / 12.f, 6 / 12.f, 2 / 12.f, 3 / 12.f,
+     -0.f, -0.0625f / 12, -8 / 12.f, -1.f, -4 / 12.f, -6 / 12.f, -2 / 12.f, -3 / 12.f},
+};
+INLINE int has_float_levels(const WeightFormat *f) { return f->levels >= NF4; }
 
 /* Format number n, or NULL where there is none. */
 const WeightFormat *specdec_format(int n) { return n >= 0 && n < FORMATS ? formats + n : NULL; }
@@ -192,6 +229,12 @@ INLINE float float_of(uint16_t half) { /* the value of a float16 */
 
 /* The scale, or the minimum, of a group in a block. */
 INLINE float scale_of(const WeightFormat *f, const Block256 *block, int group) {
+    if (f->scales == FLOATS) {
+        const uint32_t bits = block->d | (uint32_t)block->m << 16;
+        float scale;
+        memcpy(&scale, &bits, sizeof scale);
+        return scale;
+    }
     const float d = float_of(block->d);
     return f->scales == PLAIN || f->scales == ZEROS ? d : d * (float)block->scales[group];
 }
@@ -202,9 +245,14 @@ INLINE float minimum_of(const WeightFormat *f, const Block256 *block, int group)
     return f->scales == PLAIN ? -float_of(block->m) : float_of(block->m) * (float)block->minima[group];
 }
 
+/* What a code stands for, before it is scaled. */
+INLINE float level_of(const WeightFormat *f, int code) {
+    if (has_float_levels(f)) return float_levels[f->levels - NF4][code];
+    return (float)(f->levels ? levels[code] : code - f->offset);
+}
+
 INLINE float value_in(const WeightFormat *f, const Block256 *block, int i) {
-    const int code = f->levels ? levels[block->codes[i]] : block->codes[i];
-    const float scaled = scale_of(f, block, i / f->group) * (float)(code - f->offset);
+    const float scaled = scale_of(f, block, i / f->group) * level_of(f, block->codes[i]);
     return f->minima ? scaled - minimum_of(f, block, i / f->group) : scaled;
 }
 
@@ -213,7 +261,7 @@ INLINE void dequantise_group(const WeightFormat *f, const Block256 *block, int f
     const uint8_t *codes = block->codes + first;
     float values[CHUNK];
     if (f->levels)
-        for (int i = 0; i < group; i++) values[i] = levels[codes[i]];
+        for (int i = 0; i < group; i++) values[i] = level_of(f, codes[i]);
     else
         for (int i = 0; i < group; i++) values[i] = codes[i] - f->offset;
     if (f->minima)

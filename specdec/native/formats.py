@@ -31,6 +31,11 @@ class WeightFormat(Structure):
     number = 0
 
     @property
+    def has_integers(self) -> bool:
+        """Whether codes stand for integers, which products may multiply."""
+        return int(self.levels) < 2  # as Lists in ``blocks.h``
+
+    @property
     def name(self) -> str:
         return str(self._name.decode())
 

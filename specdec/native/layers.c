@@ -9,6 +9,7 @@
 #include "block_products.h"
 #include "block_bytes.h"
 #include "block_coded.h"
+#include "block_levels.h"
 #include "block_product.h"
 #include "product.h"
 #include "attention.h"

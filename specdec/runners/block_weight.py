@@ -103,8 +103,8 @@ class BlockWeight(PackedWeight):
 
     In bfloat16, the rows that multiply the weights are rounded to 16-bit integers; 32 inputs share a power of two as
     their scale. Codes are integers, so a group's sum is an exact integer. In float32, rows are not rounded. With
-    ``int8``, rows of either dtype are rounded to bytes, and 32 inputs share a scale: less exact, but faster. The order
-    of a row's sums never depends on the other rows.
+    ``int8``, rows of either dtype are rounded to bytes, and 32 inputs share a scale: less exact, but faster. Rows are
+    never rounded where codes stand for float32 numbers. The order of a row's sums never depends on the other rows.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class BlockWeight(PackedWeight):
         as_in_file: bool = False,
         int8: bool = False,
     ) -> None:
-        self.dtype, self.parts, self.int8 = dtype, parts, int8
+        self._in_integers = all(part.format.has_integers for part in parts)
+        self.dtype, self.parts, self.int8 = dtype, parts, int8 and self._in_integers
         self.outputs, self.inputs = sum(part.outputs for part in parts), parts[0].inputs
         self.bias = None if bias is None else bias.detach().clone()
         self._full_bias = None if self.bias is None else self.bias.float().contiguous()
@@ -132,7 +133,8 @@ class BlockWeight(PackedWeight):
     def _product(self, first: int, last: int) -> CProduct:
         """The library's description of the parts from ``first`` to ``last``."""
         before = sum(part.outputs for part in self.parts[:first])
-        whole = Kind.QUANTISED if self.dtype is torch.bfloat16 else Kind.EXACT_QUANTISED
+        rounded = self.dtype is torch.bfloat16 and self._in_integers
+        whole = Kind.QUANTISED if rounded else Kind.EXACT_QUANTISED
         return CProduct(
             bias=None if self._full_bias is None else self._full_bias.data_ptr() + 4 * before,
             inputs=self.inputs,

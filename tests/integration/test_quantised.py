@@ -12,6 +12,7 @@ import pytest
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
 from specdec.native import library as native
+from tests.bitsandbytes_files import bitsandbytes_checkpoint
 from tests.models import settings_of
 from tests.quantised_files import FORMATS, quantised_file
 
@@ -21,6 +22,8 @@ ROWS = (1, 2, 4, 8)  # most of a text's step
 TEMPERATURES = (0.0, 1.0)
 PROMPTS = [[3 + n % 5, 9, 4, 3 + n % 5, 9, 4, 11 + n, 3 + n % 5, 9] for n in range(8)]
 NEW = 16
+KINDS = (*product(FORMATS, ("default", "int8")), ("bitsandbytes nf4", "default"), ("bitsandbytes int8", "int8"))
+"""What is quantised, and the rows that it is multiplied with."""
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +33,12 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str]
 
     class Targets(dict[tuple[str, str], Any]):
         def __missing__(self, key: tuple[str, str]) -> Any:
-            file = quantised_file(folder / f"{key[0]}.gguf", (key[0],))
-            self[key] = TransformersTarget.from_pretrained(file, activations=key[1])
+            if key[0].startswith("bitsandbytes"):
+                place = folder / key[0]
+                bitsandbytes_checkpoint(place, kind=key[0].split()[1], hidden_size=256)
+            else:
+                place = quantised_file(folder / f"{key[0]}.gguf", (key[0],))
+            self[key] = TransformersTarget.from_pretrained(place, activations=key[1])
             return self[key]
 
     return Targets()
@@ -39,16 +46,15 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str]
 
 def part_of(drafter: str) -> list[tuple[tuple[str, str], int, float]]:
     """What this drafter is tried with: every number of rows, at both temperatures; formats and rows' kinds in turn."""
-    kinds = [*product(FORMATS, ("default", "int8"))]
     cases = [*product(ROWS, TEMPERATURES)]
     first = 5 * drafter_names().index(drafter)  # neighbours have others; together they have all
-    return [(kind, *case) for kind, case in zip(islice(cycle(kinds), first, None), cases, strict=False)]
+    return [(kind, *case) for kind, case in zip(islice(cycle(KINDS), first, None), cases, strict=False)]
 
 
 def test_drafters_share_all_formats() -> None:
     """With enough drafters each format is met by several, in both kinds of rows, and there are 400 texts at least."""
     met = [kind for drafter in drafter_names() for kind, _, _ in part_of(drafter)]
-    assert {*met} == {*product(FORMATS, ("default", "int8"))}
+    assert {*met} == {*KINDS}
     assert len(met) * (1 + len(PROMPTS)) >= 400
 
 

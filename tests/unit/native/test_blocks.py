@@ -15,20 +15,28 @@ import torch
 from specdec.native import library as native
 from specdec.native.formats import formats
 from specdec.runners.block_weight import BlockTensor, BlockWeight, in_bytes
+from tests.bitsandbytes_files import LISTS
 from tests.quantised_files import FORMATS, SCALES_AT, random_blocks
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 BY_NAME = {one.name: one for one in formats().values()}
 INT4 = ("INT4_32", "INT4_64", "INT4_128")  # which no GGUF file has
-NAMES = (*FORMATS, *INT4)
+BITSANDBYTES = ("NF4_32", "NF4_64", "FP4_32", "FP4_64", "INT8_32", "INT8_128")  # nor those
+OTHERS = (*INT4, *BITSANDBYTES)
+NAMES = (*FORMATS, *OTHERS)
+IN_INTEGERS = tuple(name for name in NAMES if "F" not in name)  # whose codes are multiplied as such
 
 
 def blocks_of(name: str, outputs: int, inputs: int, seed: int = 0) -> BlockTensor:
     """Random blocks, whose rows stand in another order than in the file."""
     order = np.random.default_rng(seed).permutation(outputs)
-    if name not in INT4:
+    if name not in OTHERS:
         return BlockTensor(BY_NAME[name], random_blocks(name, outputs, inputs, seed=seed), order)
-    random, values = np.random.default_rng(seed), int(name[5:])
+    random, values = np.random.default_rng(seed), int(name.partition("_")[2])
+    if name in BITSANDBYTES:
+        rows = random.integers(0, 256, (outputs, inputs // values, BY_NAME[name].bytes), dtype=np.uint8)
+        rows[..., :4] = random.uniform(0.01, 0.03, (*rows.shape[:2], 1)).astype(np.float32).view(np.uint8)
+        return BlockTensor(BY_NAME[name], rows.reshape(outputs, -1), order)
     rows = random.integers(0, 256, (outputs, inputs // values, 4 + values // 2), dtype=np.uint8)
     scales, zeros = random.uniform(0.01, 0.03, rows.shape[:2]), random.integers(0, 17, rows.shape[:2])
     rows[..., :4] = np.stack([scales, zeros], -1).astype(np.float16).view(np.uint8)
@@ -36,13 +44,19 @@ def blocks_of(name: str, outputs: int, inputs: int, seed: int = 0) -> BlockTenso
 
 
 def dequantised(tensor: BlockTensor) -> np.ndarray:
-    """What the package gguf makes of blocks; of those that it does not know, scales times codes less the zero."""
+    """What the package gguf makes of blocks; of those that it does not know, scales times codes less the zero, or times
+    what codes stand for.
+    """
     assert isinstance(tensor.blocks, np.ndarray)
     if tensor.format.type >= 0:
         with np.errstate(invalid="ignore"):
             found: np.ndarray = gguf.quants.dequantize(tensor.blocks, gguf.GGMLQuantizationType(tensor.format.type))
         return found
     rows = tensor.blocks.reshape(tensor.outputs, -1, tensor.format.bytes)
+    if (kind := tensor.format.name.partition("_")[0]) != "INT4":
+        pairs = np.stack([rows[..., 4:] >> 4, rows[..., 4:] & 15], -1).reshape(*rows.shape[:2], -1)
+        codes = rows[..., 4:].view(np.int8) if kind == "INT8" else LISTS[kind.lower()].numpy()[pairs]
+        return (rows[..., :4].copy().view(np.float32) * codes.astype(np.float32)).reshape(tensor.outputs, -1)
     scales, zeros = np.moveaxis(rows[..., :4].copy().view(np.float16).astype(np.float32), -1, 0)
     codes = np.stack([rows[..., 4:] & 15, rows[..., 4:] >> 4], -1).reshape(*rows.shape[:2], -1).astype(np.float32)
     return (scales[..., None] * (codes - zeros[..., None])).reshape(tensor.outputs, -1)
@@ -57,7 +71,7 @@ def values_of(tensor: BlockTensor) -> torch.Tensor:
 def test_the_table_is_that_of_the_files() -> None:
     assert {*BY_NAME} == {*NAMES}
     for name, one in BY_NAME.items():
-        if name in INT4:
+        if name in OTHERS:
             assert one.type < 0  # a number that no file can have
             continue
         kind = gguf.GGMLQuantizationType[name]
@@ -100,7 +114,7 @@ def in_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(chunks * by).astype(np.int64), largest / np.float32(127)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_INTEGERS)
 def test_rows_in_bytes_are_multiplied_exactly(name: str) -> None:
     """Bit for bit by integers, where scales are powers of two, so that no sum is rounded; otherwise to rounding."""
     tensor = blocks_of(name, 70, 512)
@@ -131,7 +145,9 @@ def plain_scales(tensor: BlockTensor) -> BlockTensor:
     blocks = tensor.blocks.copy()
     rows = blocks.reshape(len(blocks), -1, tensor.format.bytes)
     for at in SCALES_AT.get(tensor.format.name, (0,)):
-        if at is not None:
+        if tensor.format.name in BITSANDBYTES:
+            rows[..., :4] = np.array([2.0**-6], np.float32).view(np.uint8)
+        elif at is not None:
             rows[..., at : at + 2] = np.array([2.0**-6], np.float16).view(np.uint8)
     return BlockTensor(tensor.format, blocks, tensor.order)
 
@@ -158,6 +174,24 @@ def test_a_row_s_product_does_not_depend_on_the_others(name: str, dtype: torch.d
         assert torch.equal(product.add(rows[-count:], residual[-count:]), onto[-count:]), count
     for first, last in pairwise((0, 70, 103, 167)):
         assert torch.equal(product.linear(rows, slice(first, last)), together[:, first:last])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_threads_change_no_product(name: str) -> None:
+    """Panels are shared among threads, and a row's sum is one thread's."""
+    torch.manual_seed(0)
+    product, threads = BlockWeight([blocks_of(name, 167, 256)], None, torch.bfloat16), torch.get_num_threads()
+    rows = torch.randn(9, 256).bfloat16()
+    try:
+        torch.set_num_threads(1)
+        alone = product(rows)
+        for count in (2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(product(rows), alone)
+            assert torch.equal(product(rows[:1]), alone[:1])
+            assert torch.equal(BlockWeight([blocks_of(name, 167, 256)], None, torch.bfloat16)(rows), alone)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_rows_are_rounded_less_than_bfloat16_rounds_them() -> None:
@@ -205,7 +239,8 @@ def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_other_instructions_give_the_same_weights(level: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.runners.block_weight.library", lambda: level)
     test_weights_are_exact(name)
-    test_rows_in_bytes_are_multiplied_exactly(name)
+    if name in IN_INTEGERS:
+        test_rows_in_bytes_are_multiplied_exactly(name)
     for dtype, int8 in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
         test_a_row_s_product_does_not_depend_on_the_others(name, dtype, int8)
     for broken in (float("nan"), float("inf")):
