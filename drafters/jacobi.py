@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.costs.curve import CostCurve
+from specdec.costs.prices import Prices
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.settings.parsing import check_positive
 from specdec.step.tree import Draft
@@ -38,7 +39,7 @@ def guesses_for(costs: CostCurve, length: int) -> int:
     It assumes that a guess is right with probability 0.1 if the guesses before it are: g guesses give
     ``1 + .1 + ... + .1 ** g`` tokens in the time of 1 + g rows. So a second guess is made only where rows are free.
     """
-    return costs.paying([_RIGHT**guess for guess in range(1, _MOST + 1)], length)
+    return Prices(costs).fastest([_RIGHT**guess for guess in range(1, _MOST + 1)], length)
 
 
 class Jacobi(DrafterBase):

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specdec.costs.curve import CostCurve
+from specdec.costs.prices import Prices, pace
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError
 from specdec.step.tree import Draft, DraftBuilder
@@ -80,9 +81,9 @@ def sizes_for(costs: CostCurve, length: int, most: int) -> tuple[int, int, int]:
     Where rows are free, this gives the paper's sizes for a 7 B model on an A100. Where rows are expensive, there is no
     window, and the n-grams of the prompt and text bring the gain, which the law does not include.
     """
-    steps = costs.steps(length, max(rows_of(*sizes) for sizes in SIZES))
+    prices = Prices(costs)
     fitting = [sizes for sizes in SIZES if rows_of(*sizes) <= most] or [SIZES[0]]
-    return max(fitting, key=lambda sizes: tokens_of(*sizes) / steps[rows_of(*sizes)])
+    return max(fitting, key=lambda sizes: pace(tokens_of(*sizes), prices.step(length, rows_of(*sizes))))
 
 
 class Lookahead(DrafterBase):

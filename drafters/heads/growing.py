@@ -12,9 +12,10 @@ import torch
 
 from drafters.heads.drawing import Ranks, drawn, planned
 from drafters.heads.growth import Growth
-from drafters.shared.scored_tree import Guesses, Margin
+from drafters.shared.scored_tree import Guesses
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from specdec.costs.curve import pass_price
+from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, Observation
 from specdec.errors import ConfigError, shown
 from specdec.sampling.noise import Noise
@@ -114,7 +115,8 @@ class GrowingSession(BatchedSession):
         costs, length = context.costs, context.prompt_length
         self._price = pass_price(weights, context.target, costs, length)
         self._most = min(self._rows, context.max_rows - 1)
-        self._margin = Margin(costs, length, max(self._most, 1), _FAINT)
+        self._prices, self._length = Prices(costs), length
+        self._least_reach = self._prices.least_reach(length, max(self._most, 1), _FAINT)
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
         self._accepted, self._guesses = _ACCEPTED * _PRIOR_WEIGHT, _PRIOR_WEIGHT
         self._ranks = Ranks(min(self._branch, max(self._most, 1)), _ACCEPTED, _PRIOR_WEIGHT)  # of drawn children
@@ -275,13 +277,14 @@ class GrowingSession(BatchedSession):
         """The number of rows to verify, given the chances ``reach`` of all rows, the largest first."""
         if self._least is not None:
             return sum(chance >= self._least for chance in reach)
-        return self._margin.size(reach)
+        return self._prices.keep(reach, self._length)
 
     def _extending_pays(self, reach: Sequence[float]) -> bool:
         """Whether a pass of the head pays for rows that are reached with these chances."""
         if self._least is not None:
             return bool(reach)
-        return sum(reach) * self._accepted / self._guesses > self._level_price
+        tokens = sum(reach) * self._accepted / self._guesses
+        return self._prices.gain(tokens, self._length, 1, drafting=self._level_price) > 0
 
     @property
     def _level_price(self) -> float:
@@ -291,14 +294,14 @@ class GrowingSession(BatchedSession):
         """Whether one more row is drawn behind ``rows`` others; the first is, as nothing would be learned without."""
         if rows == 0 or rows >= most:
             return rows < most
-        return reach >= (self._margin.least[rows] if self._least is None else self._least)
+        return reach >= (self._least_reach[rows] if self._least is None else self._least)
 
     def _drawing_pays(self, reach: Sequence[float], rows: int) -> bool:
         """Whether one more level pays, behind rows that are reached with these chances."""
         if self._least is not None:
             return bool(reach)
-        gains = [own * self._ranks.shares[0] - self._margin.least[rows] for own in reach]
-        return sum(gains) > self._level_price
+        gains = [own * self._ranks.shares[0] - self._least_reach[rows] for own in reach]
+        return self._prices.gain(sum(gains), self._length, 1, drafting=self._level_price) > 0
 
 
 def _by_acceptance(ranked: Guesses, accepted: float) -> Guesses:

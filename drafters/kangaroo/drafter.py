@@ -36,7 +36,7 @@ from drafters.shared.own_cache import OwnCache
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
-from specdec.costs.prices import most_worth
+from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.drafting.joint_forward import Forward
 from specdec.errors import CheckpointError, ConfigError, shown
@@ -191,7 +191,7 @@ class KangarooSession(BatchedSession):
             pass_price(weights, context.target, costs, length)
             for weights in (drafter.shallow_weights, drafter.guess_weights)
         )
-        self._steps = costs.steps(length, 2 * most + 1)
+        self._prices, self._length = Prices(costs), length
         self._deep = 1 - drafter.exit_layer / context.target.num_layers
         # For each row that the adapter has run: the chance of its likeliest token, and the kept tokens, or their place.
         self._guessed: list[tuple[float, list[int] | slice]] = []
@@ -221,7 +221,7 @@ class KangarooSession(BatchedSession):
         nodes, reached, cost = range(1), [1.0], 0.0  # rows to guess behind, and the chances that all above is right
         while nodes and depths[nodes[0]] < most and len(parents) < row_budget:
             scores = self._scores((yield from self._guess(nodes, features[-1], parents)))
-            cost += self._guess_price * self._steps[len(nodes)]
+            cost += self._guess_price * self._prices.step(self._length, len(nodes))
             last, first, left = nodes[0], len(parents), min(drafter.branch, row_budget - len(parents))
             listed = None if self._draws else self._listed(scores, depths[last])
             if listed is None:
@@ -329,28 +329,26 @@ class KangarooSession(BatchedSession):
     def _paying(self, hopes: Sequence[float], rows: int) -> int:
         """The number of tokens, likeliest first, with the largest net gain; ``rows``: rows of the draft so far."""
         # The first token pays for a shallow pass; the others pay only for a row in that pass.
-        steps, first = self._steps[rows + 1 : rows + 1 + len(hopes)], self._first_price(rows)
-        return most_worth(hopes, [0.0, *(first + step - steps[0] for step in steps)])
+        return self._prices.keep(hopes, self._length, base=rows, least=self._pass_price(rows))
 
     def _onward(self, hopes: Sequence[float], rows: int) -> list[float]:
         """The hopes of the tokens behind which another guess pays.
 
         The first token pays for adapter, head and a shallow pass; the others only for a row of each.
         """
-        steps, accepted, onward = self._steps, self._accepted.share, list[float]()
-        price = self._guess_price + self._first_price(rows)
+        prices, length, accepted, onward = self._prices, self._length, self._accepted.share, list[float]()
+        drafting = self._guess_price + self._pass_price(rows)
         for row, hope in enumerate(hopes, rows):
-            if row > rows:
-                guessed = len(onward)
-                price = self._guess_price * (steps[guessed + 1] - steps[guessed]) + steps[row + 1] - steps[row]
-            if hope * accepted <= price:
+            if guessed := len(onward):
+                drafting = self._guess_price * prices.added(length, guessed + 1, guessed)
+            if prices.gain(hope * accepted, length, row + 1, base=row, drafting=drafting) <= 0:
                 break
             onward.append(hope)
         return onward
 
-    def _first_price(self, rows: int) -> float:
-        """The price of a token behind ``rows`` others: a shallow pass and a deep row."""
-        return self._shallow_price + self._deep * (self._steps[rows + 1] - self._steps[rows])
+    def _pass_price(self, rows: int) -> float:
+        """What the first token behind ``rows`` others costs beside its row: a shallow pass, in which its row is."""
+        return self._shallow_price - (1 - self._deep) * self._prices.added(self._length, rows + 1, rows)
 
     def observe(self, seen: Observation) -> None:
         features, own = seen.taps[self._drafter.exit_layer], self._own

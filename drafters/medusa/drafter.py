@@ -23,10 +23,11 @@ from drafters.medusa.heads import MedusaHeads
 from drafters.medusa.heads_step import HeadsStep, State
 from drafters.medusa.rank_paths import Node, check_tree, nodes_of, paths_of
 from drafters.shared.calibration import Calibration
-from drafters.shared.scored_tree import Guesses, Margin, ScoredTree
+from drafters.shared.scored_tree import Guesses, ScoredTree
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
+from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, DeviceStep, DrafterBase, Observation
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
@@ -167,7 +168,8 @@ class MedusaSession(BatchedSession):
         self._drafter, self._context = drafter, context
         costs, length = context.costs, context.prompt_length
         self._price = pass_price(drafter.weights, context.target, costs, length)
-        self._margin = Margin(costs, length, _MOST, _FAINT)
+        self._prices = Prices(costs)
+        self._least = self._prices.least_reach(length, _MOST, _FAINT)
         self._calibration = Calibration(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)  # of first ranks behind right ones
         self._seen: Mapping[int, torch.Tensor] | None = None  # the latest taps; none for a prompt of one token ...
         self._last = 0  # ... and the row before the root
@@ -212,8 +214,8 @@ class MedusaSession(BatchedSession):
                 )
             return heads[head]
 
-        tree.grow(guesses, min(most, _MOST), len(ranked), self._margin.least)
-        return tree, 1 + self._margin.size(tree.reach[1:])
+        tree.grow(guesses, min(most, _MOST), len(ranked), self._least)
+        return tree, 1 + self._prices.keep(tree.reach[1:], self._context.prompt_length)
 
     def top_k(self, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]] | None:
         """The likeliest tokens of the target's draws, from the heads' logits [heads, d], or None."""

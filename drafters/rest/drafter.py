@@ -14,15 +14,18 @@ from typing import Any
 import numpy.typing as npt
 
 from drafters.rest.datastore import Datastore, opened
+from specdec.costs.curve import CostCurve
+from specdec.costs.prices import Prices
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
 from specdec.settings.parsing import check_positive
 from specdec.step.tree import Draft, DraftBuilder, Hints
 from specdec.target import Target
 
-__all__ = ["Rest", "RestConfig", "frequent_prefixes"]
+__all__ = ["Rest", "RestConfig", "frequent_prefixes", "rows_for"]
 
 _MOST = 65_536  # bound of the occurrences that are read in a step
+_MOST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,7 @@ class RestSession:
         self._config = config
         self._datastore = datastore
         self._context = context
-        self._rows = config.rows or context.costs.tree_rows(context.prompt_length, 64)
+        self._rows = config.rows or rows_for(context.costs, context.prompt_length)
         self._found, self._seen = config.max_suffix, 0  # the longest suffix found, and the text's length then
 
     def propose(self, row_budget: int) -> Draft:
@@ -112,6 +115,14 @@ class RestSession:
 
     def observe(self, seen: Observation) -> None:
         pass  # the text is read from the context
+
+
+def rows_for(costs: CostCurve, length: int) -> int:
+    """The number of rows below the root, up to 64, with the most expected tokens per second after ``length`` tokens.
+
+    It assumes that the k-th best row is accepted with probability 1 / (k + 1).
+    """
+    return Prices(costs).fastest([1 / (row + 1) for row in range(1, _MOST_ROWS + 1)], length)
 
 
 def frequent_prefixes(table: npt.NDArray[Any], count: int) -> list[tuple[int, int]]:

@@ -9,13 +9,9 @@ along its path. Drafters that know all guesses at once let :meth:`ScoredTree.gro
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 
-from specdec.costs.curve import CostCurve
-from specdec.costs.prices import most_worth
-
-__all__ = ["Guesses", "Margin", "ScoredTree"]
+__all__ = ["Guesses", "ScoredTree"]
 
 Guesses = Sequence[tuple[int, float]]
 """Pairs of token and chance, the likeliest first."""
@@ -72,8 +68,8 @@ class ScoredTree:
             guesses: returns the guesses behind a row; called once per row that is not too deep, in order.
             most: most rows below the root.
             deepest: largest depth of a row.
-            least: the least reach of the row after 0, 1, ... others, see :attr:`Margin.least`; growth ends at the first
-                row with less.
+            least: the least reach of the row after 0, 1, ... others, see
+                :meth:`specdec.costs.prices.Prices.least_reach`; growth ends at the first row with less.
             share: factor on every chance.
 
         Example: if guesses have chances .5 and .2 everywhere, three rows are the best guess, the best guess behind it,
@@ -101,38 +97,3 @@ class ScoredTree:
             row, rank = row + 1, rank + 1
             if rank < len(siblings):
                 keep(ahead, (-(reach[parent] * siblings[rank][1] * share), parent, rank, siblings))
-
-
-class Margin:
-    """Decides which rows of a tree pay, where a token is worth one plain step.
-
-    Args:
-        costs: the target's cost curve.
-        length: tokens of the text.
-        most: most nodes of a tree.
-        faint: least reach of a node even where rows are free.
-
-    Attributes:
-        least: ``least[n]`` is the least reach with which the node after n others can pay. Further nodes have no larger
-            reach, and any number of them costs at least so much per node.
-    """
-
-    def __init__(self, costs: CostCurve, length: int, most: int, faint: float) -> None:
-        steps = costs.steps(length, most + 1)[1:]  # of 0, 1, ... nodes
-        self._prices = [step - steps[0] for step in steps]
-        self.least = [math.inf]
-        hull = [most]  # corners of the largest convex curve that is nowhere above the steps of more nodes, nearest last
-
-        def each(nodes: int, more: int) -> float:
-            return (steps[more] - steps[nodes]) / (more - nodes)
-
-        for nodes in range(most - 1, -1, -1):
-            while len(hull) > 1 and each(nodes, hull[-1]) >= each(nodes, hull[-2]):
-                hull.pop()
-            self.least.append(max(each(nodes, hull[-1]), faint))
-            hull.append(nodes)
-        self.least.reverse()
-
-    def size(self, worths: Sequence[float]) -> int:
-        """The number of nodes, likeliest first, with the largest gain over the cost of their rows."""
-        return most_worth(worths, self._prices)

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from drafters.shared.scored_tree import ScoredTree
 from drafters.token_recycling.recycled import KEPT, Distributions, DrawnSession
+from specdec.costs.prices import Prices
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.sampling.scores import Scores
 from specdec.settings.parsing import check_positive
@@ -83,7 +84,7 @@ class TokenRecycling(DrafterBase):
         tree = template(min(options.rows or _MOST, context.max_rows), min(options.depth, context.max_rows), kept)
         size = len(tree) - 1
         if options.rows is None:
-            size = context.costs.paying(tree.reach[1:], context.prompt_length)
+            size = Prices(context.costs).fastest(tree.reach[1:], context.prompt_length)
         return TokenRecyclingSession(tree, size, table, context)
 
 

@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from drafters.shared.calibration import Calibration
-from drafters.shared.scored_tree import Guesses, Margin, ScoredTree
+from drafters.shared.scored_tree import Guesses, ScoredTree
+from specdec.costs.prices import Prices
 from specdec.drafter import Context, Observation
 from specdec.sampling.scores import Scores
 from specdec.step.tree import Draft, Hints
@@ -94,7 +95,8 @@ class DrawnSession:
         self._depth, self._table, self._context = depth, table, context
         self._weighs, self._most = rows is None, context.max_rows if rows is None else rows
         self._temperature = context.sampling.temperature
-        self._margin = Margin(context.costs, context.prompt_length, self._most, _FAINT)
+        self._prices = Prices(context.costs)
+        self._least = self._prices.least_reach(context.prompt_length, self._most, _FAINT)
         self._calibration = Calibration(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
         self._tokens, self._parents = [context.root], [-1]  # the latest draft, ...
         self._chances = [1.0]  # ... and each row's chance where its parent is right, as promised
@@ -111,8 +113,8 @@ class DrawnSession:
             above = tree.tokens[tree.parents[row]] if row else before
             return self._after(above, tree.tokens[row], tree.depths[row])
 
-        tree.grow(guesses, most, deepest, self._margin.least if self._weighs else None, sure)
-        size = 1 + self._margin.size(tree.reach[1:]) if self._weighs else len(tree)
+        tree.grow(guesses, most, deepest, self._least if self._weighs else None, sure)
+        size = 1 + self._prices.keep(tree.reach[1:], context.prompt_length) if self._weighs else len(tree)
         self._tokens, self._parents, self._chances = tree.tokens[:size], tree.parents[:size], tree.chances[:size]
         chances = [min(sure * chance, 1.0) for chance in self._chances]
         return Draft(self._tokens, self._parents, hints=Hints(chances=chances))

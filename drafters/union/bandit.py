@@ -1,7 +1,7 @@
 """Bandit: how often rows of one part of a merged drafter are right, and whether the part should draft.
 
-It asks the question of :mod:`specdec.costs.policy` for a part of a tree, whose rows compete with other parts' rows.
-Both use the prices of :mod:`specdec.costs.prices`.
+It asks :mod:`specdec.costs.prices` the question of :mod:`specdec.costs.policy` for a part of a tree, whose rows compete
+with other parts' rows.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Bandit:
     def awake(self, prices: Prices, length: int) -> bool:
         """Whether the part drafts for this step; before the first judgement, the cost of a draft decides."""
         if self._net is None:
-            hope = _GRACE
-            if self._computes:
-                hope = max(own - prices.price(length, rows) for rows, own in enumerate(_HOPES, 2))
-            self._net = hope - prices.drafting(self._fixed_rows, length)
+            hope = (
+                max(prices.gain(own, length, rows) for rows, own in enumerate(_HOPES, 2)) if self._computes else _GRACE
+            )
+            self._net = prices.gain(hope, length, 1, drafting=prices.drafting(self._fixed_rows, length))
         if self._net > -_DEBT:
             return True
         # Sequences of a batch share the bandit, and each of them pays for a try; so each counts a share of a step.
@@ -81,10 +81,12 @@ class Bandit:
         self._net = 0.0  # a few losses, and it sleeps again
         return True
 
-    def judge(self, prices: Prices, length: int, *, net: float, cost: float) -> None:
-        """Record a step: ``net`` tokens, its accepted rows less the price of its rows, and the draft's ``cost``."""
+    def judge(self, prices: Prices, length: int, *, tokens: float, rows: int = 1, base: int = 1, cost: float) -> None:
+        """Record a step of ``rows`` rows, all but ``base`` of them the part's: the ``tokens`` of these, and the draft's
+        ``cost``."""
         assert self._net is not None
-        net -= prices.drafting(self._fixed_rows, length, cost)
+        drafting = prices.drafting(self._fixed_rows, length, cost)
+        net = prices.gain(tokens, length, rows, base=base, drafting=drafting)
         self._net = self._lasting * self._net + (1 - self._lasting) * net
         if self._net > 0.05:
             self._patience.paid()

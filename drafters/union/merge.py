@@ -238,11 +238,9 @@ class MergedSession(BatchedSession):
         elif part.observes:
             self._show(part, seen, readback)
         if prices is not None:
-            net, size = 0.0, len(rows)
-            if size > 1 and part.added:
-                mine = part.added.__contains__
-                net = sum(map(mine, accepted)) - prices.price(self._length, size, size - sum(map(mine, rows)))
-            part.bandit.judge(prices, self._length, net=net, cost=part.draft.hints.cost)
+            mine, size = part.added.__contains__, len(rows)
+            tokens, base = sum(map(mine, accepted)), size - sum(map(mine, rows))
+            part.bandit.judge(prices, self._length, tokens=tokens, rows=size, base=base, cost=part.draft.hints.cost)
 
     def _show(self, part: MergedPart, seen: Observation, readback: Sequence[int] | None) -> None:
         """Let a part observe the whole step, with its own taps and its own readback."""

@@ -1,8 +1,8 @@
 """Cost curve: how many seconds a forward of n rows takes after a text of a given length.
 
-On an accelerator 64 rows may take as long as one; on a CPU eight rows may take as long as two steps. This curve decides
-how many rows are worth proposing. :mod:`specdec.costs.live_curve` adapts it to recent forwards. Where nothing may be
-measured, :func:`roofline` replaces it.
+On an accelerator 64 rows may take as long as one; on a CPU eight rows may take as long as two steps.
+:mod:`specdec.costs.prices` sets this time against tokens. :mod:`specdec.costs.live_curve` adapts the curve to recent
+forwards. Where nothing may be measured, :func:`roofline` replaces it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,21 +143,6 @@ class CostCurve:
     def plain(self, length: int) -> float:
         """Seconds of a plain step, a forward of one row."""
         return self.reading(length, 1).seconds[1]
-
-    def paying(self, gains: Sequence[float], length: int) -> int:
-        """The number of rows below the root with the most expected tokens per second.
-
-        ``gains``: per row, the probability that it is accepted.
-        """
-        steps, tokens = self.steps(length, len(gains) + 1), [*accumulate(gains, initial=1.0)]
-        return max(range(1, len(tokens)), key=lambda rows: tokens[rows] / steps[1 + rows], default=1)
-
-    def tree_rows(self, length: int, most: int) -> int:
-        """A good number of rows below the root, up to ``most``, for a tree whose acceptance is unknown.
-
-        It assumes that the k-th best row is accepted with probability 1 / (k + 1).
-        """
-        return self.paying([1 / (row + 1) for row in range(1, most + 1)], length)
 
     def save(self, path: Path) -> None:
         """Write the curve as JSON; the file is replaced whole or not at all."""

@@ -15,12 +15,13 @@ process does not move.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
 
 from specdec.costs.live_curve import LiveCosts
+from specdec.costs.prices import pace
 
 __all__ = ["Fallback"]
 
@@ -121,7 +122,7 @@ class _BatchSize:
         drafted *= _slower(self._drafted, live.seconds)
         plain *= _slower([*self._plain][-_PLAIN:], live.seconds)
         prior = _PRIOR_STEPS / (_PRIOR_STEPS + self._steps)
-        return prior * _PRIOR + (1 - prior) * (tokens / drafted) / (sequences / plain)
+        return prior * _PRIOR + (1 - prior) * pace(tokens, drafted / (plain / sequences))
 
     def _decide(self, live: LiveCosts, length: int) -> None:
         ahead = self._compare(live, length)
@@ -175,7 +176,7 @@ class Fallback:
 
     def __init__(self, live: LiveCosts) -> None:
         self._live = live
-        self._by_batch_size: dict[tuple[int, bool], _BatchSize] = {}
+        self._by_batch_size = defaultdict[tuple[int, bool], _BatchSize](_BatchSize)
 
     def rests(self, sequences: int, drawn: bool) -> bool:
         """Whether the next step is a plain one. ``sequences``: their number; ``drawn``: whether one of them samples."""
@@ -210,8 +211,4 @@ class Fallback:
 
     def _of(self, sequences: int, drawn: bool) -> _BatchSize:
         """The record of about ``sequences`` sequences; there is one per power of two."""
-        kind = sequences.bit_length(), drawn
-        record = self._by_batch_size.get(kind)
-        if record is None:
-            record = self._by_batch_size[kind] = _BatchSize()
-        return record
+        return self._by_batch_size[sequences.bit_length(), drawn]

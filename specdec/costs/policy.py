@@ -94,13 +94,13 @@ class AcceptancePolicy:
 
     def row_budget(self, limit: int, length: int) -> int:
         """As :meth:`RowPolicy.row_budget`: the rows that the balance covers."""
-        prices, fixed = self.prices, self.prices.fixed(self._fixed_rows, length)
-        least = prices.step(length, 2) - 1 + fixed
+        prices, drafting = self.prices, self.prices.drafting(self._fixed_rows, length)
+        least = prices.added(length, 2) + drafting
         if self._left < least:
             if not self._patience.due():
                 return min(limit, 1)
             self._left = least
-        return min(limit, max(prices.rows(length, 1 + self._left - fixed, limit), 2))
+        return min(limit, max(prices.rows(length, 1 + self._left - drafting, limit), 2))
 
     def learn(self, draft: Draft, path: Sequence[int], length: int) -> None:
         """As :meth:`RowPolicy.learn`; a draft of the root alone that cost nothing does not change the balance."""
@@ -108,8 +108,9 @@ class AcceptancePolicy:
         self.prices.learn(rows, len(path), length)
         if rows == 1 and not draft.hints.cost:
             return
-        spent = self.prices.step(length, rows) - 1 + self.prices.fixed(self._fixed_rows, length) + draft.hints.cost
-        self._left = min(self._left + len(path) - 1 - spent, _MOST)
+        drafting = self.prices.drafting(self._fixed_rows, length, draft.hints.cost)
+        gain = self.prices.gain(len(path) - 1, length, rows, drafting=drafting, rate=1.0)
+        self._left = min(self._left + gain, _MOST)
         if self._left >= _START:
             self._patience.paid()
 

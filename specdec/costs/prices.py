@@ -1,7 +1,13 @@
-"""Prices of rows in tokens: the time that a row adds, times the tokens per second of recent steps."""
+"""Prices: the one place where expected tokens are set against time.
+
+The row policy, the parts of ``auto``, the fallback and drafters that choose their rows ask here whether rows, a pass or
+drafting at all pays. Each of them records only what it has seen itself. Time is counted in plain steps, and a token is
+worth one plain step, or less where recent steps emitted more tokens in that time.
+"""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,11 +17,12 @@ from typing import NamedTuple
 from specdec.costs.curve import BUCKET, CostCurve, Reading
 from specdec.costs.live_curve import LiveCosts
 
-__all__ = ["UNBATCHED", "BatchLoad", "Prices", "most_worth"]
+__all__ = ["UNBATCHED", "BatchLoad", "Prices", "pace"]
 
 _PRIOR_STEPS = 10.0  # weight of the prior, one token per plain step, in steps
 _MEMORY = 0.95  # weight of the past, from one step to the next
 _ROW_SECONDS = 1e-4  # one of a drafter's fixed_cost_rows
+_ROUNDED = 1 + 1e-9  # factor on a time up to which rows may be taken, so that rounding excludes none of equal cost
 
 
 class BatchLoad(NamedTuple):
@@ -28,26 +35,19 @@ class BatchLoad(NamedTuple):
 UNBATCHED = BatchLoad(1, 0)
 
 
-def most_worth(gains: Sequence[float], prices: Sequence[float], least: float = 0.0) -> int:
-    """The number of rows, best first, with the largest expected gain; 0 where no number gains more than ``least``.
-
-    Args:
-        gains: per row, the probability that it is accepted, which is its expected gain in tokens.
-        prices: price of 0, 1, ... rows, in tokens.
-    """
-    nets = [*map(sub, accumulate(gains, initial=0.0), prices)]
-    best = max(nets)
-    return nets.index(best) if best > least else 0
+def pace(tokens: float, steps: float) -> float:
+    """Tokens per plain step of time, of ``tokens`` that take ``steps`` plain steps; plain decoding's pace is 1."""
+    return tokens / steps
 
 
 class Prices:
-    """Prices of rows and of drafting for one sequence, in plain steps or in tokens.
+    """What rows and drafting cost a sequence in plain steps, and what is gained by them in tokens.
 
     The unit of time is the plain step. In a batch it is a sequence's share of a forward with one row per sequence, and
     the sequence's rows come on top of the others' rows; so rows and drafting cost more plain steps than alone.
 
     Args:
-        costs: the target's curve.
+        costs: the target's curve, measured or live.
 
     Attributes:
         batch_load: the sequences that share the next forward.
@@ -82,14 +82,18 @@ class Prices:
         return self._curve(length, 1)[2]
 
     def step(self, length: int, rows: int) -> float:
-        """Cost of a step of ``rows`` rows after about ``length`` tokens, in plain steps; 1 for the root alone."""
-        seconds, beside, plain = self._curve(length, rows)
-        return 1 + (seconds[beside + rows] - seconds[beside + 1]) / plain
+        """Time of a step of ``rows`` rows after about ``length`` tokens, in plain steps; 1 for the root alone."""
+        return 1 + self.added(length, rows)
+
+    def added(self, length: int, rows: int, base: int = 1) -> float:
+        """Time of a step of ``rows`` rows beyond one of ``base`` rows, in plain steps."""
+        seconds, beside, plain = self._curve(length, rows if rows > base else base)
+        return (seconds[beside + rows] - seconds[beside + base]) / plain
 
     def rows(self, length: int, steps: float, most: int) -> int:
         """The largest number of rows, up to ``most``, whose step costs at most ``steps`` plain steps."""
         seconds, beside, plain = self._curve(length, most)
-        limit = seconds[beside + 1] + (steps - 1) * plain
+        limit = (seconds[beside + 1] + (steps - 1) * plain) * _ROUNDED
         return bisect_right(seconds, limit, beside, beside + most + 1) - 1 - beside
 
     def least(self, length: int, most: int) -> float:
@@ -97,20 +101,38 @@ class Prices:
         _, beside, plain = self._curve(length, most)
         return self.rate * self._read.cheapest[beside + 1] / plain
 
-    def price(self, length: int, rows: int, base: int = 1) -> float:
-        """Price in tokens of a step of ``rows`` rows beyond one of ``base`` rows."""
-        seconds, beside, plain = self._curve(length, max(rows, base))
-        return self.rate * (seconds[beside + rows] - seconds[beside + base]) / plain
+    def least_reach(self, length: int, most: int, faint: float) -> list[float]:
+        """The least reach with which the row after 0, 1, ... others below the root can pay; infinite after ``most``.
 
-    def fixed(self, fixed_rows: int, length: int) -> float:
-        """Cost of drafting in plain steps, by a drafter's ``fixed_cost_rows``."""
-        return _ROW_SECONDS * fixed_rows / self.plain(length)
+        Further rows have no larger reach, and any number of them costs at least so much per row. ``faint`` is the least
+        even where rows are free.
+        """
+        prices = [self.rate * self.added(length, 1 + rows) for rows in range(most + 1)]
+        hull = [most]  # corners of the largest convex curve that is nowhere above the prices of more rows, nearest last
+        least = [math.inf]
+
+        def each(rows: int, more: int) -> float:
+            return (prices[more] - prices[rows]) / (more - rows)
+
+        for rows in range(most - 1, -1, -1):
+            while len(hull) > 1 and each(rows, hull[-1]) >= each(rows, hull[-2]):
+                hull.pop()
+            least.append(max(each(rows, hull[-1]), faint))
+            hull.append(rows)
+        return least[::-1]
 
     def drafting(self, fixed_rows: int, length: int, cost: float = 0.0) -> float:
-        """Price of drafting in tokens, by a drafter's ``fixed_cost_rows`` and the draft's ``hints.cost``."""
-        if not (fixed_rows or cost):
-            return 0.0
-        return self.rate * (self.fixed(fixed_rows, length) + cost)
+        """Time of drafting in plain steps, by a drafter's ``fixed_cost_rows`` and the draft's ``hints.cost``."""
+        return _ROW_SECONDS * fixed_rows / self.plain(length) + cost if fixed_rows else cost
+
+    def gain(
+        self, tokens: float, length: int, rows: int, *, base: int = 1, drafting: float = 0.0, rate: float | None = None
+    ) -> float:
+        """Expected ``tokens`` of a step of ``rows`` rows beyond one of ``base`` rows, less the price of its time.
+
+        ``drafting``: plain steps that it takes besides; ``rate``: tokens per plain step instead of the recent ones.
+        """
+        return tokens - (self.rate if rate is None else rate) * (self.added(length, rows, base) + drafting)
 
     def keep(
         self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0, share: float = 1.0
@@ -118,16 +140,27 @@ class Prices:
         """The number of rows to keep, best first, beside ``base`` rows that are verified in any case.
 
         ``gains``: per row, the probability that it is accepted, to be multiplied by ``share``. The result is 0 unless
-        the kept rows gain more than their price plus ``least`` tokens.
+        the kept rows gain more than their price plus ``least`` tokens, which may be negative.
         """
         seconds, beside, plain = self._curve(length, base + len(gains))
         rate, first = self.rate / plain / share, beside + base
         began = seconds[first]
-        prices = [rate * (taken - began) for taken in seconds[first : first + len(gains) + 1]]
-        return most_worth(gains, prices, least / share)
+        prices = [rate * (taken - began) for taken in seconds[first + 1 : first + len(gains) + 1]]
+        nets, least = [*map(sub, accumulate(gains), prices)], least / share
+        best = max(nets, default=least)
+        return 1 + nets.index(best) if best > least else 0
+
+    def fastest(self, gains: Sequence[float], length: int) -> int:
+        """The number of rows below the root, at least 1, with the most expected tokens per second; ``gains`` as above.
+
+        It does not depend on recent steps, for sizes that are chosen once.
+        """
+        tokens = [*accumulate(gains, initial=1.0)]
+        paces = [pace(tokens[rows], self.step(length, 1 + rows)) for rows in range(1, len(tokens))]
+        return 1 + paces.index(max(paces)) if paces else 1
 
     def learn(self, rows: int, tokens: int, length: int) -> None:
         """Record a step of ``rows`` rows after ``length`` tokens that emitted ``tokens`` tokens."""
         self._tokens = _MEMORY * self._tokens + tokens
         self._time = _MEMORY * self._time + self.step(length, rows)
-        self.rate = max(self._tokens / self._time, 1.0)
+        self.rate = max(pace(self._tokens, self._time), 1.0)

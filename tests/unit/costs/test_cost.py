@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.rest.drafter import rows_for
 from specdec import Engine
 from specdec.cli.tune import plot, table
 from specdec.costs import machine
@@ -101,10 +102,9 @@ def test_steps_are_told_in_plain_steps_and_never_fall() -> None:
 def test_trees_are_as_large_as_rows_are_cheap() -> None:
     dear = CostCurve(machine={}, rows=[1, 2], lengths=[100], seconds=[[1.0, 2.0]])
     free = CostCurve(machine={}, rows=[1, 200], lengths=[100], seconds=[[1.0, 1.0]])
-    sizes = [curve.tree_rows(0, 80) for curve in (dear, roofline("cpu"), roofline("cuda"), free)]
+    sizes = [rows_for(curve, 0) for curve in (dear, roofline("cpu"), roofline("cuda"), free)]
     assert sizes == sorted(sizes)
-    assert (sizes[0], sizes[-1]) == (1, 80)
-    assert free.tree_rows(0, 7) == 7
+    assert (sizes[0], sizes[-1]) == (1, 64)
 
 
 class Clock:

@@ -99,12 +99,12 @@ def test_prices_follow() -> None:
     prices, batch_load = Prices(live), BatchLoad(4, 5)
     for prices.batch_load in (UNBATCHED, batch_load):
         sequences, _ = prices.batch_load
-        before = prices.price(100, 8)
+        before = prices.added(100, 8)
         run(live, {1: 1.0, 4: 1.0, 8: 2.0, 12: 2.0})
-        assert prices.price(100, 8) > 1.3 * before
+        assert prices.added(100, 8) > 1.3 * before
         assert prices.plain(100) == pytest.approx(live.now.reading(128, 4).seconds[sequences] / sequences)
         run(live, {1: 1.0, 4: 1.0, 8: 1.0, 12: 1.0})
-        assert prices.price(100, 8) == pytest.approx(before, rel=0.05)
+        assert prices.added(100, 8) == pytest.approx(before, rel=0.05)
 
 
 def target() -> Reciter:

@@ -12,7 +12,7 @@ from specdec import Context, Draft, DrafterBase, Engine, Hints, Observation, Sam
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.measuring import describe
 from specdec.costs.policy import AcceptancePolicy, Patience, check_policy
-from specdec.costs.prices import UNBATCHED, BatchLoad, Prices, most_worth
+from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
 from specdec.drafting.registry import drafter_names
 from specdec.engine.config import RunConfig
 from specdec.errors import ConfigError, SpecdecWarning
@@ -70,9 +70,9 @@ def test_rows_that_cost_nothing_more_are_taken() -> None:
     assert prices.keep([0.1] * 20, 100, base=1) == 7
     assert [prices.rows(100, steps, 20) for steps in (1.5, 1.7, 2.3)] == [4, 8, 8]
     prices.batch_load = BatchLoad(6, 5)
-    assert prices.price(100, 3) == pytest.approx(0.0)
+    assert prices.added(100, 3) == pytest.approx(0.0)
     prices.batch_load = BatchLoad(8, 7)  # whose plain step is one of eight: what six take makes the ninth no cheaper
-    assert prices.price(100, 2) == pytest.approx(0.8 / (1.6 / 8))
+    assert prices.added(100, 2) == pytest.approx(0.8 / (1.6 / 8))
 
 
 def test_the_cheapest_row_is_one_that_may_still_come() -> None:
@@ -86,10 +86,17 @@ def test_the_cheapest_row_is_one_that_may_still_come() -> None:
 
 def test_as_many_rows_as_bring_most_over_their_price() -> None:
     """Dear rows are taken for those behind them, and none where all together bring too little, or no number."""
-    assert most_worth([0.9, 0.5, 0.3], [0.0, 0.4, 0.8, 1.2]) == 2
-    assert most_worth([0.1, 0.1, 0.9], [0.0, 0.3, 0.4, 0.5]) == 3
-    assert most_worth([0.9, 0.5], [0.0, 0.4, 0.8], least=0.6) == 0
-    assert most_worth([0.5], [0.0, 0.5]) == most_worth([], [0.0]) == most_worth([math.nan], [0.0, 0.1]) == 0
+
+    def kept(gains: list[float], prices: list[float], least: float = 0.0) -> int:
+        seconds = [1.0, *(1.0 + price for price in prices)]
+        curve = CostCurve(machine={}, rows=range(1, 2 + len(prices)), lengths=[100], seconds=[seconds])
+        return Prices(curve).keep(gains, 100, least=least)
+
+    assert kept([0.9, 0.5, 0.3], [0.4, 0.8, 1.2]) == 2
+    assert kept([0.1, 0.1, 0.9], [0.3, 0.4, 0.5]) == 3
+    assert kept([0.9, 0.5], [0.4, 0.8], least=0.6) == 0
+    assert kept([0.1, 0.3], [0.4, 0.8], least=-0.5) == 1, "where rows are of use besides"
+    assert kept([0.5], [0.5]) == kept([], [1.0]) == kept([math.nan], [0.1]) == 0
 
 
 def test_rows_are_kept_while_they_pay() -> None:
@@ -147,6 +154,23 @@ def test_a_drafter_that_is_never_right_rests_and_is_tried_with_one_row_and_more_
     assert rooms[0] == 8  # all that 0.75 pays for
     assert [after - before for before, after in pairwise(tries)] == [1, 2, 4, 8, 16, 32]
     assert {rooms[step] for step in tries[1:]} == {2}
+
+
+def test_a_try_has_all_rows_that_cost_no_more_than_one() -> None:
+    """The balance is what the first row costs, and rounding takes none of the others away."""
+    for turn in range(1, 40):
+        seconds = [turn * 0.0013 * steps for steps in (1.0, 1.1 + turn / 70, 1.1 + turn / 70, 9.0)]
+        policy = AcceptancePolicy(CostCurve(machine={}, rows=[1, 2, 6, 7], lengths=[100], seconds=[seconds]), 1)
+        assert set(spend(policy, 0, 20)[1:]) == {1, 6}
+
+
+def test_a_gain_is_tokens_less_the_price_of_their_time() -> None:
+    prices = Prices(curve_of(row=0.25))
+    assert prices.gain(2.0, 0, 5) == pytest.approx(2.0 - 1.0)
+    assert prices.gain(2.0, 0, 5, base=3, drafting=0.2) == pytest.approx(2.0 - 0.5 - 0.2)
+    prices.rate = 1.5
+    assert prices.gain(2.0, 0, 5, base=3, drafting=0.2) == pytest.approx(2.0 - 1.5 * 0.7)
+    assert prices.gain(2.0, 0, 5, base=3, drafting=0.2, rate=1.0) == pytest.approx(2.0 - 0.7)
 
 
 def test_a_drafter_that_is_right_again_gets_its_rows_back() -> None:

@@ -145,7 +145,7 @@ def test_a_part_with_a_model_is_judged_by_many_steps(computes: bool) -> None:
     for step in range(400):
         if bandit.awake(prices, 10):
             awake += 1
-            bandit.judge(prices, 10, net=1.8 * (step % 16 == 15), cost=0.1)
+            bandit.judge(prices, 10, tokens=1.8 * (step % 16 == 15), cost=0.1)
     assert (awake == 400) == computes
 
 
@@ -160,7 +160,7 @@ def test_a_crowd_tries_what_does_not_pay_in_no_more_steps_than_one_alone() -> No
             trying = [bandit.awake(prices, 10) for _ in range(sequences)]
             steps += any(trying)
             for _ in filter(None, trying):
-                bandit.judge(prices, 10, net=0.0, cost=0.1)
+                bandit.judge(prices, 10, tokens=0.0, cost=0.1)
         asked[sequences] = steps
     assert asked[8] <= asked[1] < 400
 

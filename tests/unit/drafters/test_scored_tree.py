@@ -8,8 +8,9 @@ import random
 
 import pytest
 
-from drafters.shared.scored_tree import Margin, ScoredTree
+from drafters.shared.scored_tree import ScoredTree
 from specdec.costs.curve import CostCurve
+from specdec.costs.prices import Prices
 
 
 def grown(rates: list[list[float]], most: int, least: list[float] | None = None, share: float = 1.0) -> ScoredTree:
@@ -78,14 +79,14 @@ def test_no_node_that_would_pay_is_missed_by_stopping_early() -> None:
         each = [chooser.choice([0.0, 0.1, 0.2, 0.3]) for _ in range(30)]
         seconds = [*itertools.accumulate(each, initial=1.0)]
         costs = CostCurve(machine={}, rows=range(1, 32), lengths=[1], seconds=[seconds])
-        margin = Margin(costs, 5, 30, 0.001)
+        prices = Prices(costs)
         rates = [sorted((chooser.random() ** 3 for _ in range(6)), reverse=True) for _ in range(5)]
-        every, few = grown(rates, 30), grown(rates, 30, margin.least)
+        every, few = grown(rates, 30), grown(rates, 30, prices.least_reach(5, 30, 0.001))
         worths = every.reach[1:]
         nets = [sum(worths[:size]) - seconds[size] for size in range(31)]
-        size = margin.size(worths)
+        size = prices.keep(worths, 5)
         assert nets[size] == pytest.approx(max(nets))
-        assert rows_of(every)[: size + 1] == rows_of(few)[: margin.size(few.reach[1:]) + 1]
+        assert rows_of(every)[: size + 1] == rows_of(few)[: prices.keep(few.reach[1:], 5) + 1]
         looked[0] += len(every) - 1
         looked[1] += len(few) - 1
     assert looked[1] < 0.6 * looked[0]
@@ -100,10 +101,10 @@ def test_what_a_node_must_be_worth_is_what_those_behind_it_cost_at_least() -> No
             max(0.01, min((seconds[more] - seconds[nodes]) / (more - nodes) for more in range(nodes + 1, size + 1)))
             for nodes in range(size)
         ]
-        assert Margin(costs, 5, size, 0.01).least == pytest.approx([*due, math.inf])
+        assert Prices(costs).least_reach(5, size, 0.01) == pytest.approx([*due, math.inf])
 
 
 def test_what_is_faint_is_not_looked_at_where_rows_are_free() -> None:
     free = CostCurve(machine={}, rows=[1, 9], lengths=[1], seconds=[[1.0, 1.0]])
-    tree = grown([[0.5, 0.25]] * 4, 8, Margin(free, 5, 8, 0.1).least)
+    tree = grown([[0.5, 0.25]] * 4, 8, Prices(free).least_reach(5, 8, 0.1))
     assert tree.reach[1:] == [0.5, 0.25, 0.25, 0.125, 0.125, 0.125]
