@@ -34,7 +34,8 @@ class StepTrace:
 class Step:
     """One decoding step: ``tokens`` emitted (bonus last), ``rows`` of the target's forward, drafter's name.
 
-    ``trace`` is set if the generation was started with ``trace=True``.
+    ``trace`` is set if the generation was started with ``trace=True``. ``first_time``: a CUDA graph was recorded or a
+    kernel compiled meanwhile, so the step took longer than those after it, and is not compared with them.
     """
 
     index: int
@@ -42,6 +43,7 @@ class Step:
     rows: int
     drafter: str
     trace: StepTrace | None = None
+    first_time: bool = field(default=False, compare=False)
 
     @property
     def accepted(self) -> int:

@@ -4,6 +4,9 @@ A curve is measured within a second, and the machine may differ a minute later. 
 same chip, memory may be slower and arithmetic faster than during the measurement, or the reverse, so that eight rows
 take 1.15 plain steps instead of 1.55. So each forward of a generation is compared with the curve, and the curve is bent
 towards the latest forwards: strongly for the numbers of rows that were run, and less for the others.
+
+On a device a forward is launched and not waited for, so what is compared there is whole steps less their drafting:
+verification, draws and copies are in the prices of rows.
 """
 
 from __future__ import annotations
@@ -37,15 +40,12 @@ class LiveCosts:
 
     Args:
         measured: the measured curve.
-        follows: whether noted seconds are those of forwards. On a GPU they are the time to launch a forward, and the
-            curve stays as it was measured.
 
     Attributes:
         now: the adapted curve; a new object whenever it changes.
     """
 
-    def __init__(self, measured: CostCurve, *, follows: bool = True) -> None:
-        self._follows = follows
+    def __init__(self, measured: CostCurve) -> None:
         self.measured = self.now = measured
         self._rows = np.union1d(_COUNTS, measured.rows)
         most = int(self._rows[-1])
@@ -67,7 +67,7 @@ class LiveCosts:
 
     def note(self, rows: int, length: int, seconds: float) -> None:
         """Record the seconds of a forward of ``rows`` rows after ``length`` tokens."""
-        if self._follows and 0 < rows <= _MOST and seconds > 0:
+        if 0 < rows <= _MOST and seconds > 0:
             self._latest.append((rows, length, seconds))  # cheap on purpose: a forward has evicted the CPU's caches
             if len(self._latest) == self._wait:
                 self._bend()

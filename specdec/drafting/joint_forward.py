@@ -63,13 +63,13 @@ def forward_together(target: Target, parts: Sequence[ForwardRows], exit_layer: i
                 part.block, entry=part.entry, exit_layer=exit_layer, taps=part.taps, rows=part.rows, top_k=part.top_k
             )
         ]
-    taps, top_k = frozenset[int]().union(*(part.taps for part in parts)), max(part.top_k for part in parts)
-    ranked = sorted(parts, key=_layer)
-    stages = sorted({*map(_layer, ranked)})
+    taps, top_k = frozenset[int]().union(*[part.taps for part in parts]), max([part.top_k for part in parts])
+    stages = sorted({_layer(part) for part in parts})
+    ranked = parts if len(stages) == 1 else sorted(parts, key=_layer)
     hidden: torch.Tensor | None = None
     found: dict[int, torch.Tensor] = {}
     for layer, after in zip(stages, (*stages[1:], exit_layer), strict=True):
-        within = [part for part in ranked if _layer(part) <= layer]
+        within = ranked if layer == stages[-1] else [part for part in ranked if _layer(part) <= layer]
         block = rows_of([part.block for part in within])
         came = [part.entry.hidden for part in within if part.entry is not None and part.entry.layer == layer]
         entry = Entry(layer, torch.cat(came if hidden is None else [hidden, *came])) if came else None
@@ -79,14 +79,14 @@ def forward_together(target: Target, parts: Sequence[ForwardRows], exit_layer: i
         found |= output.taps
     whole = TargetOutput(None, output.hidden, found)
     scores = None if output.logits is None else output.scores(None)
-    outputs: dict[ForwardRows, TargetOutput] = {}
+    outputs: dict[int, TargetOutput] = {}
     first = scored = 0
     for part in ranked:
         last, wanted = first + part.block.rows, part.block.rows if part.rows is None else len(part.rows)
         own = scores.part(scored, scored + wanted) if wanted and scores is not None else None
-        outputs[part] = whole.part(first, last, own, part.taps)
+        outputs[id(part)] = whole.part(first, last, own, part.taps)
         first, scored = last, scored + wanted
-    return [outputs[part] for part in parts]
+    return [outputs[id(part)] for part in parts]
 
 
 def _layer(part: ForwardRows) -> int:

@@ -110,7 +110,9 @@ class DeviceVerification(Verification):
         def verdict_of(found: Sequence[list[Any]]) -> Verdict:
             best = found[0][first:last]
             scores.decided(best, best)
-            verdict = match(draft, scores, self.sampler)
+            # Of the root alone nothing is walked. A token below 0 stands for logits that are none, which match refuses.
+            alone = len(best) == 1 and best[0] >= 0
+            verdict = Verdict([0], best) if alone else match(draft, scores, self.sampler)
             verdict.scores = scores
             return verdict
 

@@ -42,7 +42,6 @@ from specdec.results import Chunk, Generation, Step
 from specdec.sampling.processors import check_processors, settled
 from specdec.settings.arguments import checked, checked_fields
 from specdec.settings.sampling_params import SamplingParams
-from specdec.step import device_copies
 from specdec.target import Target
 
 __all__ = ["Engine", "Prompt", "SequenceState"]
@@ -70,6 +69,7 @@ class Engine:
     Attributes:
         live: the live cost curve, or None.
         fallback: decides whether drafting pays at all; None without a live curve.
+        step_kinds: the kinds of steps that were taken, see :class:`specdec.engine.step_observer.StepObserver`.
 
     Raises:
         ConfigError: unknown drafter or option, or a size that is not positive.
@@ -100,13 +100,12 @@ class Engine:
         live: LiveCosts | None = None
         if costs is None and self._weighs:
             costs = cost_curve(target, self.policy if self._by_file else None, progress=progress)
-            if target.batch_invariant and not isinstance(
-                target, ParallelTarget
-            ):  # no text depends on the steps that it took
-                live = LiveCosts(costs, follows=not device_copies.is_apart(target.device))
+            if target.batch_invariant and not isinstance(target, ParallelTarget):
+                live = LiveCosts(costs)  # no text depends on the steps that it took
         self._follow(live)
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
+        self.step_kinds: set[Any] = set()
         self._predicting: Engine | None = None
         self._answer_end: tuple[Any, int | None] | None = None  # the chat template, and the token that ends an answer
 
@@ -393,7 +392,7 @@ class Engine:
 
     def advance(self, sequence: SequenceState) -> None:
         """Take one step of one sequence by itself; raises what ended it."""
-        for _, outcome in step((sequence,), self.target, StepObserver(self.live), _ANY):
+        for _, outcome in step((sequence,), self.target, StepObserver(self.live, self.step_kinds), _ANY):
             if isinstance(outcome, Exception):
                 raise outcome
 

@@ -157,7 +157,7 @@ class Scheduler:
         self._cancelled: set[int] = set()
         self._next: _Waiting | None = None
         self._running: dict[SequenceState, _Waiting] = {}  # as they were admitted, with what they were before
-        self._observer = StepObserver(engine.live)
+        self._observer = StepObserver(engine.live, engine.step_kinds)
 
     def submit(self, request: Request) -> Handle:
         """Put a request in line; it joins the others at the next step that has room for it.

@@ -50,6 +50,7 @@ class Setup(Protocol):
     costs: CostCurve
     live: LiveCosts | None
     fallback: Fallback | None
+    step_kinds: set[Any]
 
     @property
     def chunk_rows(self) -> int:
@@ -103,6 +104,7 @@ class SequenceState:
         draws: whether its tokens are sampled.
         fallback: decides whether the next step drafts; None if every step drafts.
         prefilling: whether tokens of the prompt before the last one have still to be run.
+        asked: whether the drafting session was asked for the latest draft.
         scheduled: a draft that has not been run yet because a forward had no room for it.
         finish_reason: why the text ended; None while it goes on.
     """
@@ -151,6 +153,7 @@ class SequenceState:
         )
         self._batch_load = UNBATCHED
         self._session = session_of(self.drafter, self.context)
+        self._asks = self.drafter.proposes or self._tells
         self._batched = isinstance(self._session, BatchedSession)
         self._verification = _verification(target, self._sampler, self._session, self._top_k)
         self.finish_reason: str | None = None
@@ -158,6 +161,7 @@ class SequenceState:
         self.stats = Statistics(prompt_tokens=len(tokens), lossy=sampling.lossy, activations=activations)
         self.steps: list[Step] = []
         self.scheduled: ScheduledRows | None = None
+        self.asked = False
         self._traces, self._first_began = request.trace, 0.0
         self._top = request.logprobs
         self._logprobs: list[TokenLogprobs] = []
@@ -225,12 +229,13 @@ class SequenceState:
         self._batch_load = UNBATCHED if context.isolated else batch_load
         row_budget = self._row_budget(rests)
         began = perf_counter() - context.waited.others  # without the time of other sequences meanwhile
-        if rests or context.remaining <= 1:
-            return self._scheduled(Draft.chain(context.tokens[-1:]), row_budget, False, began)
+        if rests or context.remaining <= 1 or not self._asks:
+            return self._scheduled(Draft.root(context.tokens[-1]), False, began)
         if self._batched:
             return self._drafting(row_budget)
         draft = propose_at_once(self._session, row_budget, self.drafter.name, self._target)
-        return self._scheduled(draft, row_budget, True, began)
+        self._check(draft, row_budget)
+        return self._scheduled(draft, True, began)
 
     def _drafting(self, row_budget: int) -> Passes[ScheduledRows]:
         """The next draft of a session that waits for passes."""
@@ -239,11 +244,12 @@ class SequenceState:
         passes = proposing(self._session, row_budget, self.drafter.name, self._target)
         draft = yield from timed(passes, waited, together=not self.context.isolated)
         self.stats.seconds.passes = waited.passes
-        return self._scheduled(draft, row_budget, True, began)
-
-    def _scheduled(self, draft: Draft, row_budget: int, asked: bool, began: float) -> ScheduledRows:
-        """A draft as rows of a forward; ``began``: when drafting started."""
         self._check(draft, row_budget)
+        return self._scheduled(draft, True, began)
+
+    def _scheduled(self, draft: Draft, asked: bool, began: float) -> ScheduledRows:
+        """A draft as rows of a forward; ``began``: when drafting started."""
+        self.asked = asked
         if self._traces and not self.steps:
             self._first_began = began
         context, target, draft = self.context, self._target, self._verification.prepare(draft)

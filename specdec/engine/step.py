@@ -38,7 +38,7 @@ def step(sequences: Sequence[SequenceState], target: Target, observer: StepObser
             drafted.append(sequence)
         elif not sequence.prefilling:
             fresh.append(sequence)
-    observer.begin(fresh, len(sequences))
+    observer.begin(fresh, len(sequences), target.head_device)
     propose(fresh, observer, outcomes)
     batch = schedule(drafted + fresh, sequences, row_limit)
     observer.scheduled()

@@ -24,6 +24,7 @@ from specdec.errors import SpecdecWarning, first_line
 from specdec.step import device_copies
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Rows
+from specdec.step.first_time import FirstTimes
 
 __all__ = ["CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
 
@@ -177,9 +178,10 @@ class StepGraphs:
             inputs.fill(hidden, block, cos_sin)
             if key not in self._graphs:
                 try:
-                    self._graphs[key] = self._recorder.record(
-                        lambda: self._layers(inputs.hidden, inputs, first, last, wanted, inputs.cos_sin)
-                    )
+                    with FirstTimes.during():
+                        self._graphs[key] = self._recorder.record(
+                            lambda: self._layers(inputs.hidden, inputs, first, last, wanted, inputs.cos_sin)
+                        )
                 except Exception as error:  # the driver's, the allocator's and the compiler's share no class but this
                     self.failed = f"{type(error).__name__}: {first_line(error)}"
                     warnings.warn(

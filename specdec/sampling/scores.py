@@ -103,8 +103,10 @@ class Scores:
         """int64 argmax of all rows of the forward, on the logits' device, and the range of these rows among them."""
         if self._part_of is not None:
             whole, first, last = self._part_of
-            argmax, offset, _ = whole.device_argmax()
-            return argmax, offset + first, offset + last
+            if whole._argmax is None or whole._part_of is not None:
+                argmax, offset, _ = whole.device_argmax()
+                return argmax, offset + first, offset + last
+            return whole._argmax, first, last
         if self._argmax is None:
             self._argmax = finite_argmax(self.logits)
         return self._argmax, 0, len(self._argmax)
@@ -131,6 +133,9 @@ class Scores:
         ``values``: the logits of ``top``; may be empty.
         """
         self._best, self._target_tokens = best, own
+        if not top:
+            self._top = self._values = ()
+            return
         count = len(top) // len(best)
         firsts = range(0, len(top), max(count, 1))
         self._top = [list(top[start : start + count]) for start in firsts]

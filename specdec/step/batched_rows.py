@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from specdec.step import device_copies
-from specdec.step.block import MOST_REPLAYED, Block, Rows
-from specdec.step.device_copies import Views
+from specdec.step.block import MOST_REPLAYED, Block, Rows, Shared
+from specdec.step.device_copies import Later
 from specdec.step.visibility import bucket
 
 __all__ = ["Batch", "rows_of"]
@@ -47,37 +47,51 @@ class Batch(Rows):
         if self._brought:
             return
         self._brought, blocks = True, [block for block, _, _ in self._parts]
-        unsent = [block.unsent for block in blocks]
-        arrays = self._stacked() if self.again else {}
-        whole = [name for name in ("tokens", "positions") if all(name in each for each in unsent)]
-        for name in whole:  # one array for all rows, of which each block has its part
-            arrays[name] = np.concatenate([each[name] for each in unsent], 1)
+        arrays, stacked = self._stacked() if self.again else {}, self.shapes
+        fresh = [(number, *part) for number, part in enumerate(self._parts) if not part[0].is_sent]
+        whole = len(fresh) == len(blocks)
+        if whole:  # one array for all rows, of which each block has its part
+            arrays["positions"] = _positions(blocks)
+            if Later not in {type(block.ids) for block in blocks}:
+                arrays["tokens"] = np.array([self.ids], dtype=np.int64)
         own = [*arrays]
-        for number, each in enumerate(unsent):
-            arrays |= {f"{number} {name}": array for name, array in each.items() if name not in whole}
+        for number, block, _, _ in fresh:
+            each = block.more if whole else block.arrays
+            if not stacked:
+                each = {"step": device_copies.packed(block.shapes), **each}
+            for name, array in each.items() if each else ():
+                arrays[f"{number} {name}"] = array
         found = device_copies.copy_in(arrays, blocks[0].device or torch.device("cpu"))
         self.sent = {name: found[name] for name in own}
-        for number, ((block, first, _), each) in enumerate(zip(self._parts, unsent, strict=True)):
-            if each:
-                places = {
-                    name: found.places[name if name in whole else f"{number} {name}"] + (name in whole) * 8 * first
-                    for name in each
-                }
-                block.sent = Views(found.buffer, each, places)
+        for number, block, first, _ in fresh:
+            block.shared = Shared(found, number, first, stacked)
+
+    @cached_property
+    def shapes(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that kernels read, with one more dimension; empty where rows do not come again on a device."""
+        blocks = [block for block, _, _ in self._parts]
+        if not self.again:
+            return {}
+        if all(block.parents is None for block in blocks):
+            shapes = _chains(blocks, self._counts)
+        else:
+            shapes = {name: _stacked([block.shapes[name] for block in blocks]) for name in blocks[0].shapes}
+        # Kernels divide by the slots of a padded sequence, too.
+        shapes["table"][len(blocks) :] = blocks[0].cache.table
+        return shapes
+
+    @property
+    def _counts(self) -> npt.NDArray[np.int64]:
+        """The rows of each sequence."""
+        return np.array([block.rows for block, _, _ in self._parts], dtype=np.int64)
 
     def _stacked(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that kernels read for all sequences, with the place of each row."""
-        blocks = [block for block, _, _ in self._parts]
-        self.shapes = {name: _stacked([block.shapes[name] for block in blocks]) for name in blocks[0].shapes}
-        # Kernels divide by the slots of a padded sequence, too.
-        self.shapes["table"][len(blocks) :] = blocks[0].shapes["table"]
+        """The arrays for all sequences: what kernels read, and the place of each row."""
         sequences, rows, _ = self.shapes["closure"].shape
-        packed = [rows * number + row for number, block in enumerate(blocks) for row in range(block.rows)]
+        packed = np.flatnonzero(np.arange(rows) < self._counts[:, None])
         spread = np.zeros(sequences * rows, dtype=np.int64)
         spread[packed] = np.arange(self.rows)
-        step = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)
-        device_copies.fill(step, self.shapes)
-        return {"step": step, "spread": spread, "packed": np.array(packed, dtype=np.int64)}
+        return {"step": device_copies.packed(self.shapes), "spread": spread, "packed": packed}
 
     @property
     def ids(self) -> Sequence[int]:
@@ -106,6 +120,33 @@ class Batch(Rows):
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         for block, first, last in self.parts:
             block.store(keys[:, :, first:last], values[:, :, first:last], layer)
+
+
+def _positions(blocks: Sequence[Block]) -> npt.NDArray[np.int64]:
+    """[1, T] the positions of all rows."""
+    depths = [
+        block.length + block.depths[row] for block in blocks for row in range(block.first, block.first + block.rows)
+    ]
+    return np.array([depths], dtype=np.int64)
+
+
+def _chains(blocks: Sequence[Block], counts: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+    """The blocks' arrays, stacked and padded as by :func:`_stacked`; of chains they follow from lengths alone."""
+    sequences, rows = bucket(len(blocks)), bucket(int(counts.max()))
+    known = np.array([block.length + block.first for block in blocks], dtype=np.int64)
+    row, own = np.arange(rows), slice(len(blocks))
+    fits = row < counts[:, None]
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "counts": np.zeros((sequences, 3), dtype=np.int64),
+        "table": np.empty((sequences, *blocks[0].cache.table.shape), dtype=np.int64),
+        "places": np.zeros((sequences, rows), dtype=np.int64),
+        "closure": np.zeros((sequences, rows, rows), dtype=np.bool_),
+    }
+    arrays["counts"][own, 0], arrays["counts"][own, 2] = known, counts
+    np.concatenate([block.cache.table for block in blocks], out=arrays["table"][own].reshape(-1, 3))
+    arrays["places"][own] = (known[:, None] + row) * fits
+    arrays["closure"][own] = np.tri(rows, dtype=np.bool_) & fits[:, :, None] & fits[:, None]
+    return arrays
 
 
 def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

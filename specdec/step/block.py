@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from specdec.step.cache import KVCache, Slices, Slots
 from specdec.step.tree import Draft, ancestors
 from specdec.step.visibility import Layout, bucket, slot_ranges
 
-__all__ = ["MOST_REPLAYED", "Block", "Rows"]
+__all__ = ["MOST_REPLAYED", "Block", "Rows", "Shared"]
 
 MOST_REPLAYED = 128  # rows; with more rows a device computes for longer than their kernels take to launch
 
@@ -35,7 +36,7 @@ class Rows(ABC):
         end: one more than the last position of a row.
         backend: attention backend, see :mod:`specdec.runners.attention`.
         again: whether such rows come again and again, so that a recorded graph of their forward pays.
-        sent, shapes: arrays on a device, among them "step", which kernels read; see :class:`Block`.
+        sent: arrays on a device, among them "step", which kernels read; see :class:`Block`.
         attended: how many attention calls have read the rows' mask.
     """
 
@@ -46,7 +47,11 @@ class Rows(ABC):
     backend: str
     again: bool
     sent: dict[str, torch.Tensor]
-    shapes: dict[str, npt.NDArray[Any]]
+
+    @property
+    @abstractmethod
+    def shapes(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of "step" on the host."""
 
     @property
     @abstractmethod
@@ -87,6 +92,40 @@ class Rows(ABC):
         return keys, values
 
 
+@dataclass(slots=True, eq=False)
+class Shared:
+    """A block's part of the arrays that a batch copied to a device.
+
+    Attributes:
+        views: the batch's arrays. Those that only this block has are under its number and their name.
+        number: the block's number in the batch.
+        first: its first row among the batch's rows.
+        stacked: the arrays of ``step`` for all sequences, on the host; empty where each block has its own.
+    """
+
+    views: device_copies.Views
+    number: int
+    first: int
+    stacked: Mapping[str, npt.NDArray[Any]]
+
+    def of(self, block: Block) -> device_copies.Views:
+        """The block's own arrays."""
+        own, places = {}, {}
+        arrays = block.arrays if self.stacked else {"step": device_copies.packed(block.shapes), **block.arrays}
+        for name, array in arrays.items():
+            numbered = f"{self.number} {name}"
+            if numbered in self.views:
+                own[name], places[name] = array, self.views.places[numbered]
+            elif name in self.views:  # one array for all rows, of which the block has its part
+                own[name], places[name] = array, self.views.places[name] + array.itemsize * self.first
+        return device_copies.Views(self.views.buffer, own, places)
+
+    def step(self) -> dict[str, torch.Tensor]:
+        """The block's ``step``."""
+        every = device_copies.views(self.views["step"], self.stacked)
+        return {name: array[self.number] for name, array in every.items()}
+
+
 class Block(Rows):
     """Rows ``first`` .. ``first + T`` of a step tree.
 
@@ -101,6 +140,8 @@ class Block(Rows):
         more: further arrays, int64 or bool, to be copied to the device with the rows; ``sent`` holds the copies.
         again: see :class:`Rows`.
 
+    What goes to a device is made when it is first read, as a batch makes most of it for all its blocks at once.
+
     Attributes:
         step: the arrays that kernels on a device read in place of arguments: ``counts`` [3] holds the number of tokens
             before the tree, of the tree's rows before this block, and of the block's rows; ``table`` is the cache's.
@@ -108,6 +149,7 @@ class Block(Rows):
             tree's rows and ``closure`` [T, K], whether a row sees another. A chain's earlier rows count as tokens.
         shapes: the same arrays on the host.
         apart: whether the device has its own memory.
+        shared: the block's part of what a batch copied; None where none has.
         draw: temperature and key (``Noise.key``) of the first row's draw, which a runner may make together with the
             logits; None where no draw is needed.
     """
@@ -145,9 +187,9 @@ class Block(Rows):
         self._grown = cache.grown
         self.again = again and self.rows <= MOST_REPLAYED
         self.apart = device_copies.is_apart(device)
-        self._more = more or {}
-        self._arrays = self._unsent() if self.apart else {}
+        self.more = more or {}
         self._sent: dict[str, torch.Tensor] | None = None
+        self.shared: Shared | None = None
         self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
@@ -169,38 +211,47 @@ class Block(Rows):
     def sent(self) -> dict[str, torch.Tensor]:
         """Arrays on a device with its own memory, copied at the first access unless a batch has copied them."""
         if self._sent is None:
-            self.sent = device_copies.copy_in(self._arrays, self.device) if self.device and self.apart else {}
-            assert self._sent is not None
+            sent: dict[str, torch.Tensor] = {}
+            if self.shared is not None:
+                sent = self.shared.of(self)
+            elif self.device and self.apart:
+                sent = device_copies.copy_in({"step": device_copies.packed(self.shapes), **self.arrays}, self.device)
+            if self.apart and type(self.ids) is device_copies.Later:
+                sent["tokens"] = self.ids.tensor[None].to(self.device)
+            self._sent = sent
         return self._sent
 
     @sent.setter
     def sent(self, arrays: dict[str, torch.Tensor]) -> None:
-        if self.apart and type(self.ids) is device_copies.Later:
-            arrays["tokens"] = self.ids.tensor[None].to(self.device)
         self._sent = arrays
 
     @property
-    def unsent(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that have still to be copied to a device with its own memory."""
-        return self._arrays if self._sent is None else {}
+    def is_sent(self) -> bool:
+        """Whether the arrays are on the device already, or none go there."""
+        return not self.apart or self._sent is not None or self.shared is not None
 
     @cached_property
     def step(self) -> dict[str, torch.Tensor]:
         """The arrays that kernels read; empty on the CPU until :meth:`where` is called."""
-        return device_copies.views(self.sent["step"], self.shapes) if self.apart else {}
+        if not self.apart:
+            return {}
+        if self.shared is not None and self.shared.stacked:
+            return self.shared.step()
+        return device_copies.views(self.sent["step"], self.shapes)
 
-    def _unsent(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that go to a device with these rows."""
-        places = self._places()
-        self.shapes = self._step(places)
-        whole = np.empty(device_copies.pack(self.shapes)[1], dtype=np.uint8)
-        device_copies.fill(whole, self.shapes)
-        arrays: dict[str, npt.NDArray[Any]] = {"step": whole, "positions": places[None, self.first :]}
+    @cached_property
+    def shapes(self) -> dict[str, npt.NDArray[Any]]:
+        return self._step(self._places) if self.apart else {}
+
+    @cached_property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that go to a device with these rows, but for ``step``."""
+        arrays: dict[str, npt.NDArray[Any]] = {"positions": self._places[None, self.first :]}
         if type(self.ids) is not device_copies.Later:
             arrays["tokens"] = np.array([self.ids], dtype=np.int64)
-        arrays.update(self._more)
-        return arrays
+        return {**arrays, **self.more}
 
+    @cached_property
     def _places(self) -> npt.NDArray[np.int64]:
         """Positions of the tree's rows up to the block's last one."""
         last = self.first + self.rows
@@ -235,7 +286,7 @@ class Block(Rows):
         """
         self.check_place()
         if not self.step:
-            self.shapes = self._step(self._places())
+            self.shapes = self._step(self._places)
             copied = device_copies.copy_in(self.shapes, self.device or torch.device("cpu"))
             self.step = {name: copied[name] for name in self.shapes}
         return self.step
@@ -254,7 +305,7 @@ class Block(Rows):
 
     def index(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
         """As :meth:`Rows.index`; rows that were given as ``more["rows"]`` are on the device already."""
-        if "rows" in self.sent and np.array_equal(self._more["rows"], rows):
+        if "rows" in self.sent and np.array_equal(self.more["rows"], rows):
             return self.sent["rows"].to(device)
         return super().index(rows, device)
 

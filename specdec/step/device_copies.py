@@ -23,6 +23,7 @@ __all__ = [
     "fill",
     "is_apart",
     "pack",
+    "packed",
     "pick",
     "reading",
     "seconds_of",
@@ -92,6 +93,13 @@ def fill(buffer: npt.NDArray[np.uint8], arrays: Mapping[str, npt.NDArray[Any]]) 
     """Write the arrays to their offsets."""
     padded = (array.tobytes() + bytes(-array.nbytes % _ALIGN) for array in arrays.values())
     buffer[:] = np.frombuffer(b"".join(padded), dtype=np.uint8)
+
+
+def packed(arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
+    """The arrays in one buffer."""
+    buffer = np.empty(pack(arrays)[1], dtype=np.uint8)
+    fill(buffer, arrays)
+    return buffer
 
 
 class Views(dict[str, torch.Tensor]):

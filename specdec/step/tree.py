@@ -50,6 +50,7 @@ class Hints:
 
 
 NO_HINTS = Hints()
+_ROOT = range(-1, 0)  # the root's parent, of a draft without other rows
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +125,14 @@ class Draft:
     ) -> Draft:
         """The root and a single path below it."""
         return cls(tokens, range(-1, len(tokens) - 1), q=q or {}, hints=hints)
+
+    @classmethod
+    def root(cls, token: int) -> Draft:
+        """The root alone; nothing of it has to be checked."""
+        made = object.__new__(cls)
+        made.tokens, made.parents, made.depths, made.is_chain = [token], _ROOT, [0], True
+        made.probes, made.read, made.q, made.entry, made.hints = frozenset(), (), {}, None, NO_HINTS
+        return made
 
     def on_host(self) -> Draft:
         """The same draft with its tokens on the host; waits for a device that is still drawing them."""

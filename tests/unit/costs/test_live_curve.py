@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ from specdec import Context, DraftSession, Engine, SamplingParams
 from specdec.costs.curve import CostCurve
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
-from specdec.step import device_copies
+from specdec.engine import sequence, step_observer
+from specdec.step import device_copies, forward_passes
 from tests.fakes import Reciter
 from tests.models import prompt_of
 from tests.tiers import each_once
@@ -119,14 +121,27 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_curve_of_a_gpu_stays_as_it_was_measured(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the host's clock sees what a forward takes to launch. Whole steps end with a wait, and are compared."""
+def test_the_curve_follows_forwards_and_on_a_device_whole_steps(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the host's clock sees only what a forward takes to launch, and the copy out waits for it."""
+    now, noted = [0.0], list[float]()
+    for module in (step_observer, sequence, forward_passes):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+
+    def taking(seconds: float, function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            now[0] += seconds
+            return function(*arguments, **options)
+
+        return call
+
     monkeypatch.setattr(device_copies, "is_apart", lambda device: apart)
+    monkeypatch.setattr(device_copies, "copy_out", taking(10.0, device_copies.copy_out))
+    monkeypatch.setattr(LiveCosts, "note", lambda live, rows, length, seconds: noted.append(seconds))
     engine = Engine(target(), None, "jacobi", policy="acceptance")
-    assert engine.live is not None
-    assert engine.fallback is not None
-    run(engine.live, {1: 0.5, 8: 0.1})
-    assert (engine.live.now is engine.live.measured) == apart
+    monkeypatch.setattr(engine.target, "forward", taking(1.0, engine.target.forward))
+    steps = engine.generate([3], 20).steps
+    assert set(noted) == {11.0 if apart else 1.0}
+    assert (len(noted) < len(steps)) == apart, "a device's first step of each kind is left out"
 
 
 @pytest.mark.usefixtures("kept")

@@ -1,0 +1,89 @@
+"""A batch's arrays for kernels: those of its blocks one by one, stacked and padded, in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import Draft
+from specdec.step import batched_rows, device_copies
+from specdec.step.batched_rows import Batch
+from specdec.step.block import Block
+from specdec.step.cache import KVCache, LayerSpec
+
+CPU = torch.device("cpu")
+TREE = (-1, 0, 0, 1, 1)
+
+
+def blocks_of(trees: Sequence[Sequence[int]], *, again: bool = True) -> list[Block]:
+    """A block of each tree, after texts of different lengths."""
+    blocks = []
+    for number, parents in enumerate(trees):
+        cache = KVCache([LayerSpec(1, 4, 4, None, CPU, torch.float32)] * 2, capacity=60, rows=16)
+        cache.length = 3 * number
+        draft = Draft([10 * number + row for row in range(len(parents))], parents)
+        more = {"own": np.arange(number + 1)} if number % 2 else None
+        blocks.append(Block.of(draft, cache, CPU, more=more))
+        blocks[-1].again = again
+    return blocks
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "is_apart", lambda device: True)
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize(
+    "trees", [[(-1,)] * 3, [(-1,), (-1, 0, 1)] * 2, [range(-1, 4)] * 5, [(-1,), TREE, (-1, 0)], [TREE] * 2]
+)
+def test_a_block_of_a_batch_has_what_it_has_alone(trees: Sequence[Sequence[int]], again: bool) -> None:
+    alone, together = blocks_of(trees, again=again), blocks_of(trees, again=again)
+    batch = Batch(together)
+    batch.send()
+    first = 0
+    for one, other in zip(alone, together, strict=True):
+        for name in one.sent:
+            if name != "step":
+                assert torch.equal(other.sent[name], one.sent[name]), name
+        rows = slice(first, first + one.rows)
+        assert torch.equal(batch.tokens[0, rows], one.tokens[0])
+        assert torch.equal(batch.positions[0, rows], one.positions[0])
+        first += one.rows
+        assert other.step.keys() == one.step.keys()
+        for name, array in one.step.items():
+            same = other.step[name][tuple(map(slice, array.shape))]
+            where = torch.ones_like(same, dtype=torch.bool)
+            if name == "table":  # where each cache is
+                where[..., :2] = False
+            assert torch.equal(same[where], array[where]), name
+            assert not other.step[name].sum() - same.sum(), "the rest is padding"
+
+
+def test_chains_are_stacked_as_trees_are() -> None:
+    blocks = blocks_of([(-1,), (-1, 0, 1), (-1, 0)])
+    counts = np.array([block.rows for block in blocks])
+    found = batched_rows._chains(blocks, counts)
+    for name, array in blocks[0].shapes.items():
+        expected = batched_rows._stacked([block.shapes[name] for block in blocks])
+        assert found[name].dtype == expected.dtype == array.dtype
+        assert np.array_equal(found[name][:3], expected[:3]), name
+
+
+def test_nothing_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+    copy_in = device_copies.copy_in
+    monkeypatch.setattr(
+        device_copies, "copy_in", lambda arrays, device: (sizes.append(len(arrays)), copy_in(arrays, device))[1]
+    )
+    blocks = blocks_of([(-1,)] * 4)
+    batch = Batch(blocks)
+    batch.send()
+    batch.send()
+    for block in blocks:
+        assert block.sent is block.sent
+        assert block.step
+    assert sizes == [5 + 2], "step, spread, packed, tokens, positions, and what two blocks have besides"
