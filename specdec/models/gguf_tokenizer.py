@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from specdec.errors import CheckpointError, SpecdecWarning, first_line
 from specdec.models.gguf_splits import splitter
 from specdec.models.gguf_table import read_settings
+from specdec.runners.memory_pages import trim_heap
 
 __all__ = ["TokenizerSettings", "read_tokenizer"]
 
@@ -107,16 +109,20 @@ def read_tokenizer(path: Path) -> Any:
     Raises:
         CheckpointError: the file has no tokenizer, or one that cannot be reproduced exactly.
     """
+    trim_heap()  # what a model's load has freed; the lists take pages of their own
     try:
         _, metadata, _, _ = read_settings(path, ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
         vocabulary = _Vocabulary(path.name, metadata)
-        tokenizer = vocabulary.tokenizer(metadata.get("tokenizer.chat_template"))
+        template = metadata.get("tokenizer.chat_template")
+        del metadata  # whose lists take ten megabytes or more
+        tokenizer = vocabulary.tokenizer(template)
         vocabulary.check(tokenizer)
     except CheckpointError:
         raise
     except Exception as error:  # a file's lists can have any length and type
         raise CheckpointError(f"no tokenizer in {str(path)!r}: {first_line(error)}; {_REMEDY}") from error
     tokenizer.name_or_path = str(path)
+    trim_heap()  # of lists that are as large as the tokenizer
     return tokenizer
 
 
@@ -155,8 +161,8 @@ class _Vocabulary:
             if place is not None and not 0 <= place < len(self.tokens):
                 raise self._refusal(f"it names token {place} and has {len(self.tokens)}")
         self.scores = metadata.get("tokenizer.ggml.scores") if settings.kind == "llama" else None
-        self.merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())] if not self.scores else []
-        self._ranks = {pair: rank for rank, pair in enumerate(self.merges)}
+        merges = () if self.scores else metadata.get("tokenizer.ggml.merges", ())
+        self.merges = [self._pair(merge) for merge in merges]
         types = metadata.get("tokenizer.ggml.token_type", ())
         of_type = {kind: {at for at, is_of in enumerate(types) if is_of == kind} for kind in _WHOLE}
         self.special = of_type[_UNKNOWN] | of_type[_CONTROL] | {place for place in named if place is not None}
@@ -251,6 +257,20 @@ class _Vocabulary:
             token for place, token in enumerate(ids) if ids[max(0, place - 1) : place + 1] != [self.settings.unk] * 2
         ]
 
+    def _pair(self, merge: str) -> tuple[str, str]:
+        """The two tokens of a merge, which a space separates; the first may itself begin with a space. They are the
+        vocabulary's own strings, as merges are many.
+        """
+        space = merge.index(" ", 1)
+        left, right = (
+            self.tokens[self.ids[part]] if part in self.ids else part for part in (merge[:space], merge[space + 1 :])
+        )
+        return left, right
+
+    @cached_property
+    def _ranks(self) -> Mapping[tuple[str, str], int]:
+        return {pair: rank for rank, pair in enumerate(self.merges)}
+
     def _rank(self, left: str, right: str) -> float:
         """The rank of a pair; pairs of lower rank are merged first."""
         if self.scores is None:
@@ -270,9 +290,3 @@ class _Vocabulary:
 
     def _refusal(self, why: str) -> CheckpointError:
         return CheckpointError(f"the tokenizer of {self.name} cannot be read faithfully: {why}; {_REMEDY}")
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    """The two tokens of a merge, which a space separates; the first may itself begin with a space."""
-    space = merge.index(" ", 1)
-    return merge[:space], merge[space + 1 :]

@@ -190,7 +190,18 @@ class BlockWeight(PackedWeight):
         else:
             if self.int8:
                 hidden = hidden + (in_bytes(hidden) - hidden).detach()  # gradients pass as if nothing were rounded
-            weights = (weight.to(hidden.dtype) for weight in self.dequantised(rows.start, rows.stop))
-            found = torch.cat([F.linear(hidden, weight) for weight in weights], dim=-1)
+            found = self._by_dequantised(hidden, rows)
             found = found if self.bias is None else found + self.bias[rows].to(hidden.dtype)
         return found.view(*hidden.shape[:-1], -1)
+
+    def _by_dequantised(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+        weights = (weight.to(hidden.dtype) for weight in self.dequantised(rows.start, rows.stop))
+        if hidden.requires_grad:
+            return torch.cat([F.linear(hidden, weight) for weight in weights], dim=-1)
+        # Results that are kept one by one would lie between the freed weights, so that the heap grows by these.
+        found = hidden.new_empty(*hidden.shape[:-1], rows.stop - rows.start)
+        at = 0
+        for weight in weights:
+            found[..., at : at + len(weight)] = F.linear(hidden, weight)
+            at += len(weight)
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,23 @@ def test_threads_change_no_product(name: str) -> None:
             assert torch.equal(BlockWeight([blocks_of(name, 167, 256)], None, torch.bfloat16)(rows), alone)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_results_of_a_few_outputs_are_not_kept_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heap grew by hundreds of megabytes in the check at load, as they lay between weights that were freed."""
+    product, hidden = BlockWeight([blocks_of("Q4_K", 70, 256)], None, torch.bfloat16), torch.randn(3, 256)
+    kept, linear = list[Any](), torch.nn.functional.linear
+    expected = linear(hidden, values_of(blocks_of("Q4_K", 70, 256)))
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert all(former() is None for former in kept)
+        kept.append(weakref.ref(found := linear(rows, weight)))
+        return found
+
+    monkeypatch.setattr("specdec.runners.block_weight._AT_ONCE", 16 * 256)
+    monkeypatch.setattr("specdec.runners.block_weight.F.linear", multiply)
+    torch.testing.assert_close(product.linear(hidden, slice(0, 70)), expected, rtol=0, atol=1e-5)
+    assert len(kept) == 5
 
 
 def test_rows_are_rounded_less_than_bfloat16_rounds_them() -> None:
