@@ -1,4 +1,5 @@
-"""Layer skip: the target drafts for itself with some of its layers left out.
+"""Layer skip: the target drafts for itself with some of its attentions and MLPs left out.
 
-``forward`` runs the remaining layers, ``search`` chooses the layers to leave out, and ``drafter`` drafts.
+``forward`` runs the remaining sublayers, ``times`` measures them, ``search`` chooses those to leave out, and
+``drafter`` drafts.
 """

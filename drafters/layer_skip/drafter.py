@@ -1,8 +1,9 @@
-"""Layer skip: the target drafts with some of its own layers, without any training (SWIFT, arXiv 2410.06916).
+"""Layer skip: the target drafts with some of its own sublayers, without any training (SWIFT, arXiv 2410.06916).
 
-The layers that run write keys and values to the draft rows' slots in the target's own cache, behind the committed text;
-verification overwrites them. So there is no further cache, weight or state, except for the choice of layers. The text
-decides that choice, see :mod:`drafters.layer_skip.search`, or the option ``skip`` does.
+Attention and MLP of a layer are left out together or apart. The attentions that run write keys and values to the draft
+rows' slots in the target's own cache, behind the committed text; verification overwrites them. So there is no further
+cache, weight or state, except for the choice of sublayers. The text and measured times decide that choice, see
+:mod:`drafters.layer_skip.search`, or the options ``skip``, ``skip_attention`` and ``skip_mlp`` do.
 
 With ``exit_layer`` the last layers are left out, for models that were trained for that (LayerSkip, Elhoushi et al.
 2024, arXiv 2404.16710). The states at the exit are then kept for verification, as Kangaroo's drafter does.
@@ -19,8 +20,9 @@ import torch
 from drafters.heads.growing import Behind, GrowingOptions, GrowingSession
 from drafters.heads.growth import Growth
 from drafters.kangaroo.drafter import Kangaroo, KangarooConfig
-from drafters.layer_skip.forward import SkippedForward
-from drafters.layer_skip.search import best_skip, layer_costs
+from drafters.layer_skip.forward import Skip, SkippedForward, halves_of
+from drafters.layer_skip.search import best_skip, share_of
+from drafters.layer_skip.times import Times, assumed, times_of
 from drafters.shared.own_cache import OwnCache
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec.drafter import Context, DrafterBase, Observation
@@ -39,7 +41,9 @@ class LayerSkipConfig(GrowingOptions):
     """Options.
 
     Attributes:
-        skip: layers to leave out, counted from 0; empty to choose them by the text.
+        skip: layers to leave out, counted from 0.
+        skip_attention: layers of which the attention alone is left out.
+        skip_mlp: layers of which the MLP alone is left out. Where all three are empty, the text decides.
         exit_layer: exit behind this layer, through the target's own norm and head, for models that were trained for it
             (LayerSkip); no other layer is left out.
         tokens: most depth of a draft; each level costs a pass of the remaining layers.
@@ -50,6 +54,8 @@ class LayerSkipConfig(GrowingOptions):
     """
 
     skip: list[int] = field(default_factory=list)
+    skip_attention: list[int] = field(default_factory=list)
+    skip_mlp: list[int] = field(default_factory=list)
     exit_layer: int | None = None
     tokens: int = 4
     where: ClassVar[str] = "layer_skip."
@@ -57,20 +63,27 @@ class LayerSkipConfig(GrowingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("layer_skip.", exit_layer=self.exit_layer)
-        if len({*self.skip}) < len(self.skip) or any(type(layer) is not int or layer < 0 for layer in self.skip):
-            raise ConfigError(f"layer_skip.skip is {shown(self.skip)}; it takes layers, each once, counted from 0")
-        if self.skip and self.exit_layer is not None:
-            raise ConfigError(
-                f"layer_skip.exit_layer={shown(self.exit_layer)} leaves out all layers from there on, and "
-                f"layer_skip.skip is {shown(self.skip)}; give one of them"
-            )
+        for name in ("skip", "skip_attention", "skip_mlp"):
+            own = getattr(self, name)
+            if len({*own}) < len(own) or any(type(layer) is not int or layer < 0 for layer in own):
+                raise ConfigError(f"layer_skip.{name} is {shown(own)}; it takes layers, each once, counted from 0")
+            if own and self.exit_layer is not None:
+                raise ConfigError(
+                    f"layer_skip.exit_layer={shown(self.exit_layer)} leaves out all layers from there on, and "
+                    f"layer_skip.{name} is {shown(own)}; give one of them"
+                )
+
+    @property
+    def chosen(self) -> Skip:
+        """The sublayers that the options name."""
+        return Skip.of(self.skip, self.skip_attention, self.skip_mlp)
 
 
 class LayerSkip(DrafterBase):
-    """The target with some layers left out.
+    """The target with some sublayers left out.
 
     Attributes:
-        chosen: the layers to leave out; None until they are chosen.
+        chosen: the sublayers to leave out; None until they are chosen.
     """
 
     name = "layer_skip"
@@ -81,7 +94,8 @@ class LayerSkip(DrafterBase):
     def __init__(self, config: LayerSkipConfig, target: Target) -> None:
         super().__init__(config)
         self.vocabulary = DraftVocabulary(None, target)
-        self.chosen = frozenset(config.skip) or None
+        self.chosen = config.chosen or None
+        self._times: Times | None = None
 
     @classmethod
     def build(cls, config: LayerSkipConfig, target: Target) -> DrafterBase:
@@ -101,38 +115,66 @@ class LayerSkip(DrafterBase):
             made = Kangaroo.build(early, target)
             made.name = cls.name
             return made
-        most = target.num_layers
-        if any(layer >= most for layer in config.skip) or len(config.skip) >= most or most < 2:
-            raise ConfigError(
-                f"layer_skip.skip is {shown(config.skip)}, and the model has {most} layers; it takes some of them, in "
-                f"[0, {most - 1}], and at least one is run"
-            )
+        _check(config, target)
         return cls(config, target)
 
     def start(self, context: Context) -> LayerSkipSession:
         return LayerSkipSession(self, context)
 
-    def choice(self, context: Context) -> frozenset[int]:
-        """The layers to leave out for a sequence: the choice made on the first text serves all later texts.
+    def times(self, context: Context) -> Times:
+        """The times of the target's sublayers, measured where its cost curve is: once, as the choice must not change.
 
-        Where the text depends on the proposed rows, each sequence makes its own choice, from its prompt alone.
+        Where nothing is measured (a fixed policy, a curve of made-up times), the weights stand for the times.
         """
-        if self.config.skip or (self.chosen is not None and not context.isolated):
+        if self._times is None:
+            target = context.target
+            timed = context.costs.machine and getattr(target, "agreed_curve", None) is None  # that several must share
+            self._times = times_of(target) if timed else assumed(target)
+        return self._times
+
+    def choice(self, context: Context) -> Skip:
+        """The sublayers to leave out for a sequence: the choice made on the first text serves all later texts.
+
+        Where the text depends on the proposed rows, each sequence makes its own choice, from its prompt and the times.
+        """
+        if self.config.chosen or (self.chosen is not None and not context.isolated):
             assert self.chosen is not None
             return self.chosen
         tokens = context.tokens[-_LOOKED_AT:]
-        found = best_skip(context.target, tokens, self.config.tokens)
+        found = best_skip(context.target, tokens, self.config.tokens, self.times(context))
         if not context.isolated:
             self.chosen = found
         return found
 
 
+def _check(config: LayerSkipConfig, target: Target) -> None:
+    """Raises ConfigError where the target has no such layers, none is left to run, or their parts do not run alone."""
+    most, skip = target.num_layers, config.chosen
+    for name in ("skip", "skip_attention", "skip_mlp"):
+        given = getattr(config, name)
+        if any(layer >= most for layer in given):
+            raise ConfigError(
+                f"layer_skip.{name} is {shown(given)}, and the model has {most} layers; they are counted from 0"
+            )
+    if len(skip.whole) >= most or most < 2:
+        raise ConfigError(
+            f"layer_skip leaves out {shown(sorted(skip.whole))}, and the model has {most} layer{'s' * (most > 1)}; at "
+            "least one is run"
+        )
+    for part, apart in (("attention", skip.attention - skip.whole), ("mlp", skip.mlp - skip.whole)):
+        if apart and halves_of(target, part) is None:
+            raise ConfigError(
+                f"layer_skip.skip_{part} is {shown(sorted(apart))}, and this model's layers cannot be run without "
+                f"their {part}; give whole layers, as layer_skip.skip"
+            )
+
+
 class LayerSkipSession(GrowingSession):
     def __init__(self, drafter: LayerSkip, context: Context) -> None:
         target, options = context.target, drafter.config
-        skip, costs = drafter.choice(context), layer_costs(context.target)
-        kept = sum(cost for layer, cost in enumerate(costs) if layer not in skip)
-        weights = kept + target.vocab_size * target.hidden_size
+        skip = drafter.choice(context)
+        plain = target.layer_weights + target.vocab_size * target.hidden_size
+        weights = plain * share_of(target, skip, drafter.times(context))
         depth = min(options.tokens, max(context.max_rows - 1, 1))
         super().__init__(context, drafter.vocabulary, options, depth=depth, weights=weights)
         self._forward = SkippedForward(target, skip)

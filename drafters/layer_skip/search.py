@@ -1,51 +1,95 @@
-"""Choosing the layers to leave out, by the text itself: a knapsack over each layer's cost and its effect.
+"""Choosing the sublayers to leave out, by the text itself: a knapsack over the time of each and its effect.
 
-A layer whose output is close to its input has little effect (their cosine is near 1). For each of several shares of
-time to save, the knapsack takes the layers with the least effect in total (KnapSpec, over whole layers). Each such
-draft's agreement with the target on the text then decides which one to use (SWIFT's measure, arXiv 2410.06916).
+A sublayer whose output is close to its input has little effect (their cosine is near 1). For each of several shares of
+time to save, the knapsack takes those with the least effect in total (KnapSpec). Each such draft's agreement with the
+target on the text then decides which one to use (SWIFT's measure, arXiv 2410.06916).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from drafters.layer_skip.forward import SkippedForward
+from drafters.layer_skip.forward import Skip, SkippedForward, halves_of
+from drafters.layer_skip.times import Times, layer_weights
 from specdec.step.block import Block
 from specdec.target import Target
 
-__all__ = ["best_skip", "gain", "layer_costs", "least_change", "similarities"]
+__all__ = ["Choice", "Effect", "best_skip", "choices", "effects", "gain", "least_change", "share_of"]
 
 _SHARES = (0.25, 0.5, 0.75)  # of the layers' total time
 _UNITS = 200  # resolution of the knapsack
 
 
-def least_change(changes: Sequence[float], costs: Sequence[float], saved: float) -> frozenset[int]:
-    """The layers with the least total change, among all sets that cost at least the share ``saved``.
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """How much a layer and its parts change their input, 1 - cosine; None for parts that cannot be run alone."""
+
+    layer: float
+    attention: float | None = None
+    mlp: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run a layer: whether its ``attention`` and its ``mlp`` are left out, with what effect and time."""
+
+    change: float
+    time: float
+    attention: bool = False
+    mlp: bool = False
+
+
+def choices(
+    effects: Sequence[Effect], times: Times, weights: tuple[Sequence[float], Sequence[float]]
+) -> list[list[Choice]]:
+    """The ways to run each layer, whole first; layers share the measured times by their ``weights``."""
+    attention, mlp = weights
+    whole = [sum(both) for both in zip(attention, mlp, strict=True)]
+    made = list[list[Choice]]()
+    for layer, effect in enumerate(effects):
+        own = [Choice(0.0, times.layers * whole[layer] / sum(whole)), Choice(effect.layer, 0.0, True, True)]
+        if times.attention is not None and effect.mlp is not None:
+            own.append(Choice(effect.mlp, times.attention * attention[layer] / sum(attention), mlp=True))
+        if times.mlp is not None and effect.attention is not None:
+            own.append(Choice(effect.attention, times.mlp * mlp[layer] / sum(mlp), attention=True))
+        made.append(own)
+    return made
+
+
+def least_change(layers: Sequence[Sequence[Choice]], saved: float) -> list[Choice]:
+    """A choice for each layer: the least total change that saves at least the share ``saved`` of the layers' time.
+
+    A part that takes as long alone as its whole layer saves nothing, and changes more; so it is never run alone.
 
     Args:
-        changes: change of the result when a layer is left out, >= 0, for each layer.
-        costs: time of each layer, > 0, in any unit.
-        saved: share of the total cost to save, in [0, 1].
+        layers: each layer's choices, the first of which runs it whole.
+        saved: in [0, 1].
     """
-    total = sum(costs)
-    units = [max(1, round(_UNITS * cost / total)) for cost in costs]
-    wanted = min(round(_UNITS * saved), sum(units))
-    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * wanted]  # by units; the last: or more
-    for layer, (change, size) in enumerate(zip(changes, units, strict=True)):
-        for held in range(wanted, -1, -1):
-            if (own := best[held]) is None:
-                continue
-            place, found = min(wanted, held + size), (own[0] + change, (*own[1], layer))
-            former = best[place]
-            if former is None or found < former:
-                best[place] = found
+    total = sum(own[0].time for own in layers)
+    units = [[max(0, round(_UNITS * (own[0].time - one.time) / total)) for one in own] for own in layers]
+    wanted = min(round(_UNITS * saved), sum(map(max, units)))
+    best: list[tuple[float, tuple[int, ...]] | None] = [
+        (0.0, ()),
+        *[None] * wanted,
+    ]  # by units saved; the last: or more
+    for own, sizes in zip(layers, units, strict=True):
+        after: list[tuple[float, tuple[int, ...]] | None] = [None] * (wanted + 1)
+        for held, former in enumerate(best):
+            for number, (one, size) in enumerate(zip(own, sizes, strict=True)):
+                if former is None:
+                    continue
+                place, found = min(wanted, held + size), (former[0] + one.change, (*former[1], number))
+                known = after[place]
+                if known is None or found < known:
+                    after[place] = found
+        best = after
     chosen = best[wanted]
-    return frozenset() if chosen is None else frozenset(chosen[1])
+    assert chosen is not None
+    return [own[number] for own, number in zip(layers, chosen[1], strict=True)]
 
 
 def gain(agreement: float, cost: float, depth: int) -> float:
@@ -57,41 +101,60 @@ def gain(agreement: float, cost: float, depth: int) -> float:
     return tokens / (1 + depth * cost)
 
 
-def layer_costs(target: Target) -> list[float]:
-    """The cost of each layer: the number of its weights, which bound the time of a step with few rows."""
-    layers: Any = getattr(target, "layers", None)
-    sizes = [] if layers is None else [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
-    known = len(sizes) == target.num_layers and all(sizes)
-    return [float(size) for size in sizes] if known else [target.layer_weights / target.num_layers] * target.num_layers
-
-
-def similarities(target: Target, tokens: Sequence[int]) -> tuple[list[float], torch.Tensor]:
-    """The mean cosine of each layer's input and output over a text, and the [T] likeliest next tokens."""
-    block = Block(target.new_cache(capacity=len(tokens), rows=len(tokens)), tokens, device=target.device,
-                  backend=target.backend)  # fmt: skip
+def effects(target: Target, tokens: Sequence[int]) -> tuple[list[Effect], torch.Tensor]:
+    """The effects of each layer on a text, and the [T] likeliest next tokens."""
+    count, block = target.num_layers, _block(target, tokens)
+    halves = halves_of(target, "mlp") if halves_of(target, "attention") is not None else None
+    found = list[Effect]()
     with target.active():
-        output = target.forward(block, taps=range(target.num_layers + 1))
-        states = [output.taps[layer].float().cpu() for layer in range(target.num_layers + 1)]
+        output = target.forward(block, taps=range(count + 1))
+        for layer in range(count):
+            given, got = output.taps[layer], output.taps[layer + 1]
+            if halves is None:
+                found.append(Effect(_change(given, got)))
+            else:
+                between, _ = halves.run(given, block, layer, layer + 1, ())
+                found.append(Effect(_change(given, got), _change(given, between), _change(between, got)))
         assert output.logits is not None
-        chosen = output.logits.argmax(-1)
-    return [float(F.cosine_similarity(got, given, -1).mean()) for got, given in pairwise(states)], chosen
+        return found, output.logits.argmax(-1)
 
 
-def best_skip(target: Target, tokens: Sequence[int], depth: int) -> frozenset[int]:
-    """The layers to leave out for a text; the same text and model give the same result, as no time is measured."""
-    found, chosen = similarities(target, tokens)
-    changes, costs = [max(0.0, 1 - cosine) for cosine in found], layer_costs(target)
-    head = float(target.vocab_size * target.hidden_size)
-    best = frozenset[int](), 0.0
+def _change(given: torch.Tensor, got: torch.Tensor) -> float:
+    similar = F.cosine_similarity(given.float(), got.to(given.device).float(), -1)
+    return max(0.0, 1 - float(similar.mean()))
+
+
+def _block(target: Target, tokens: Sequence[int]) -> Block:
+    cache = target.new_cache(capacity=len(tokens), rows=len(tokens))
+    return Block(cache, tokens, device=target.device, backend=target.backend)
+
+
+def best_skip(target: Target, tokens: Sequence[int], depth: int, times: Times) -> Skip:
+    """The sublayers to leave out for a text; the same text, model and times give the same result."""
+    found, likeliest = effects(target, tokens)
+    layers = choices(found, times, layer_weights(target))
+    best = Skip(), 0.0
     for share in _SHARES:
-        skip = least_change(changes, costs, share)
-        if not 0 < len(skip) < target.num_layers:
+        chosen = least_change(layers, share)
+        attention, mlp = (
+            [layer for layer, one in enumerate(chosen) if getattr(one, part)] for part in ("attention", "mlp")
+        )
+        skip = Skip.of((), attention, mlp)
+        if not 0 < len(attention) + len(mlp) < 2 * target.num_layers:
             continue
-        block = Block(target.new_cache(capacity=len(tokens), rows=len(tokens)), tokens, device=target.device,
-                      backend=target.backend)  # fmt: skip
-        (logits,) = SkippedForward(target, skip)([block])
-        agreement = float((logits.argmax(-1) == chosen).float().mean())
-        kept = head + sum(cost for layer, cost in enumerate(costs) if layer not in skip)
-        if (value := gain(agreement, kept / (head + sum(costs)), depth)) > best[1]:
+        (logits,) = SkippedForward(target, skip)([_block(target, tokens)])
+        agreement = float((logits.argmax(-1) == likeliest).float().mean())
+        if (value := gain(agreement, share_of(target, skip, times), depth)) > best[1]:
             best = skip, value
-    return best[0] or frozenset({target.num_layers - 1})
+    return best[0] or Skip.of([target.num_layers - 1])
+
+
+def share_of(target: Target, skip: Skip, times: Times) -> float:
+    """The time of a pass of one row without these sublayers, in plain steps."""
+    attention, mlp = layer_weights(target)
+    unknown = Effect(0.0, 0.0, 0.0)
+    time = times.head
+    for layer, own in enumerate(choices([unknown] * target.num_layers, times, (attention, mlp))):
+        left = layer in skip.attention, layer in skip.mlp
+        time += next(one.time for one in own if (one.attention, one.mlp) == left)
+    return time / times.plain

@@ -14,7 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +28,20 @@ from specdec.step.block import Block
 from specdec.step.tree import Draft
 from specdec.target import Target
 
-__all__ = ["LENGTHS", "ROWS", "cost_curve", "describe", "kept_curve", "measure", "new_curve", "source_of", "stored_at"]
+__all__ = [
+    "LENGTHS",
+    "ROWS",
+    "cost_curve",
+    "describe",
+    "kept_curve",
+    "measure",
+    "new_curve",
+    "source_of",
+    "stored_at",
+    "watched",
+]
+
+T = TypeVar("T")
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LENGTHS = (128, 512, 2048, 8192)
@@ -101,12 +114,17 @@ def new_curve(
 
     Where other processes took this thread's processor meanwhile, the curve is not ``steady`` and is not kept.
     """
-    began, worked = clock(), thread_time()
-    curve = measure(
-        target, rows=_QUICK_ROWS, lengths=_QUICK_LENGTHS, seconds=_QUICK_SECONDS, progress=progress, clock=clock
+    work = partial(
+        measure,
+        target,
+        rows=_QUICK_ROWS,
+        lengths=_QUICK_LENGTHS,
+        seconds=_QUICK_SECONDS,
+        progress=progress,
+        clock=clock,
     )
-    if target.device.type == "cpu" and clock is perf_counter:  # on a device the thread waits on purpose
-        curve = replace(curve, steady=thread_time() - worked >= _STEADY * (clock() - began))
+    curve, steady = watched(work, target.device, clock)
+    curve = replace(curve, steady=steady)
     try:
         if path is not None and curve.steady:
             curve.save(path)
@@ -114,6 +132,16 @@ def new_curve(
         message = f"cannot keep the cost curve in {path}: {error}; it will be measured again"
         warnings.warn(message, SpecdecWarning, stacklevel=3)
     return curve
+
+
+def watched(
+    measuring: Callable[[], T], device: torch.device, clock: Callable[[], float] = perf_counter
+) -> tuple[T, bool]:
+    """The result of a measurement, and whether this thread had a processor to itself meanwhile."""
+    began, worked = clock(), thread_time()
+    found = measuring()
+    waits = device.type != "cpu" or clock is not perf_counter  # on a device the thread waits on purpose
+    return found, waits or thread_time() - worked >= _STEADY * (clock() - began)
 
 
 def kept_curve(machine: Mapping[str, Any], path: Path | None = None) -> CostCurve | None:

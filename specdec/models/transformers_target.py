@@ -45,8 +45,10 @@ from specdec.runners.attention import ATTENTION, check_backend, check_runs, desc
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.boundary_ops import Joints, read_joints
 from specdec.runners.choice import TIMED_ROWS, RunnerMaker, choose_runner
+from specdec.runners.half_layers import Part, half_layers, native_half_layers
 from specdec.runners.known_layers import in_blocks, why_special
 from specdec.runners.linear import DenseLinear, HeadOf, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
+from specdec.runners.native import NativeRunner
 from specdec.runners.replicas import Evaluated, Replicas
 from specdec.runners.runner import LayerRunner
 from specdec.runners.snapshot import Outline, Snapshot
@@ -153,6 +155,7 @@ class TransformersTarget:
                 f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}; use a "
                 "decoder of the families that the README names"
             ) from error
+        self._halves = dict[Part, LayerRunner | None]()
         self.plan = choose_runner(
             maker,
             execution,
@@ -269,6 +272,16 @@ class TransformersTarget:
         if last in taps:
             found[last] = hidden
         return TargetOutput(logits, hidden, found)
+
+    def half_layers(self, without: Part) -> LayerRunner | None:
+        """A runner of all layers without their attention or their MLP; None where they cannot be run so."""
+        if without not in self._halves and isinstance(self.runner, NativeRunner):
+            self._halves[without] = native_half_layers(self.runner, without)
+        elif without not in self._halves:
+            _, _, norm = decoder_parts(self.name, self.model)
+            maker = RunnerMaker(self.model, self.decoder, self.layers, norm, self.config, owned=False)
+            self._halves[without] = half_layers(maker, without)
+        return self._halves[without]
 
     def embed(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
         if not isinstance(tokens, torch.Tensor):

@@ -6,6 +6,7 @@ depend on the other rows, so accepted rows equal plain decoding's bit for bit.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -84,7 +85,8 @@ class NativeRunner(LayerRunner):
         packed_head = None if head is None else _pack_head(head, files)
         tables = [0] * len(layers) if kinds is None else map(named.index, kinds)
         packed = [_pack_layer(layer, files, table) for layer, table in zip(layers, tables, strict=True)]
-        self._native = NativeLayers(packed, gelu=layers[0].gelu)
+        self.layers, self.gelu = packed, layers[0].gelu
+        self._native = NativeLayers(packed, gelu=self.gelu)
         trim_heap()
         embedding = model.get_input_embeddings()
         self.embed = embedding if isinstance(embedding, TiedEmbedding) else Evaluated(embedding)
@@ -161,6 +163,12 @@ class NativeRunner(LayerRunner):
             return hidden, found, reading.logits
         drawn = () if reading.drawn is None else reading.drawn[:]
         return hidden, found, Scores(reading.logits, None, reading.stored, drawn, _largest=reading.best[:])
+
+    def of(self, layers: list[NativeLayer]) -> NativeRunner:
+        """A runner of other layers at the same rotary positions."""
+        made = copy.copy(self)
+        made.layers, made._native = layers, NativeLayers(layers, gelu=self.gelu)
+        return made
 
     def changed(self) -> str | None:
         return self._snapshot.changed()

@@ -2,66 +2,233 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from drafters.layer_skip.forward import SkippedForward
-from drafters.layer_skip.search import best_skip, gain, layer_costs, least_change, similarities
+from drafters.layer_skip import drafter as drafting
+from drafters.layer_skip.forward import Skip, SkippedForward, halves_of
+from drafters.layer_skip.search import Choice, best_skip, choices, effects, gain, least_change, share_of
+from drafters.layer_skip.times import Times, assumed, layer_weights, measure, times_of
 from specdec import Engine, SamplingParams
+from specdec.costs.curve import roofline
 from specdec.drafting.registry import make_drafter
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CheckpointError, ConfigError, SpecdecWarning
 from specdec.models.transformers_target import TransformersTarget
+from specdec.native import library as native
 from specdec.step.block import Block
 from specdec.step.cache import KVCache
+from specdec.step.tree import Entry
 from tests.models import greedy, model_of, new_model, prompt_of, target_of
+from tests.quantised_files import quantised_file
 
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 PROMPT = prompt_of(9)
 
 
-@pytest.mark.parametrize("skip", [{1}, {0}, {2}, {0, 2}, {0, 1}, {1, 2}, {0, 1, 2}])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_logits_are_those_of_the_model_without_these_layers(family: str, skip: set[int]) -> None:
-    """Of transformers' own model whose layers give back what they get, run in two blocks and as a tree."""
-    target, model = target_of(family, execution="transformers"), new_model(family)
-    for layer in skip:
-        model.model.layers[layer].forward = lambda hidden, *_, **__: hidden
+def without(model: Any, skip: Skip) -> Any:
+    """The model with these sublayers put out of action by hand."""
+    for number, layer in enumerate(model.model.layers):
+        if number in skip.whole:
+            layer.forward = lambda hidden, *_, **__: hidden
+        elif number in skip.attention:
+            layer.self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+        elif number in skip.mlp:
+            layer.mlp.forward = torch.zeros_like
+    return model
+
+
+WIDE: dict[str, Any] = {"head_dim": 16, "intermediate_size": 48}  # as native layers need it
+
+
+@cache
+def packed() -> TransformersTarget:
+    """A target whose weights are laid out anew."""
+    return TransformersTarget(new_model("llama", torch.float32, **WIDE), execution="native", owned=True)
+
+
+SKIPS = [
+    *(Skip.of(layers) for layers in ({1}, {0}, {2}, {0, 2}, {0, 1}, {1, 2}, {0, 1, 2})),
+    *(Skip.of((), attention=[layer]) for layer in range(3)),
+    *(Skip.of((), mlp=[layer]) for layer in range(3)),
+    Skip.of([1], attention=[0], mlp=[2]),
+    Skip.of([], attention=[0, 1], mlp=[1, 2]),
+    Skip.of([], attention=[0, 1, 2]),
+]
+
+
+@pytest.mark.parametrize("skip", SKIPS, ids=lambda skip: f"a{sorted(skip.attention)} m{sorted(skip.mlp)}")
+@pytest.mark.parametrize(
+    ("family", "execution"),
+    [
+        ("llama", "transformers"),
+        ("gemma2", "transformers"),
+        ("llama", "fused"),
+        ("phi3", "transformers"),
+        pytest.param("llama", "native", marks=needs_compiler),
+    ],
+)
+def test_logits_are_those_of_the_model_without_these_parts(family: str, execution: str, skip: Skip) -> None:
+    """Of transformers' own model in which they add nothing, run in two blocks and as a tree."""
+    is_packed = execution == "native"
+    dtype = torch.float32 if is_packed else torch.float64
+    target = packed() if is_packed else target_of(family, dtype, execution=execution)
+    model = without(new_model(family, dtype, **(WIDE if is_packed else {})), skip)
     with torch.no_grad():
         ids = torch.tensor([PROMPT])
         expected = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
     cache = KVCache(target.specs, capacity=16, rows=8)
-    run = SkippedForward(target, frozenset(skip))
+    run = SkippedForward(target, skip)
     (first,) = run([Block(cache, PROMPT[:5])])
     cache.commit(range(5))
     tree = (PROMPT[5], 3, *PROMPT[6:9])  # below the root a wrong sibling first
     (second,) = run([Block(cache, tree, parents=[-1, 0, 0, 2, 3], depths=[0, 1, 1, 2, 3])])
-    # Gemma's own softmax is in float32, whatever the dtype.
-    torch.testing.assert_close(torch.cat((first, second[[0, 2, 3, 4]])), expected, rtol=0, atol=1e-5)
+    # Gemma's own softmax is in float32, whatever the dtype; native layers are.
+    close = 1e-4 if is_packed else 1e-5
+    torch.testing.assert_close(torch.cat((first, second[[0, 2, 3, 4]])), expected, rtol=0, atol=close)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "blocks", "int8"])
+def test_native_halves_make_the_whole_layer(family: str, tmp_path: Path) -> None:
+    """Attention alone and then the MLP alone is the layer, bit for bit; also of quantised blocks."""
+    if family in ("blocks", "int8"):
+        file = quantised_file(tmp_path / "small.gguf", ("Q4_K", "Q6_K", "Q5_0", "Q8_0"))
+        rounded = "int8" if family == "int8" else "default"
+        target = TransformersTarget.from_pretrained(file, dtype="float32", activations=rounded)
+    else:
+        model = new_model(family, torch.float32, **WIDE)
+        target = TransformersTarget(model, execution="native", owned=True)
+    assert target.runner.name == "native"
+    attends, rest = (halves_of(target, part) for part in ("mlp", "attention"))
+    cache, other = (target.new_cache(capacity=16, rows=8) for _ in range(2))
+    for tokens in (PROMPT[:5], PROMPT[5:9]):
+        block, beside = Block(cache, tokens), Block(other, tokens)
+        given = target.embed(tokens)
+        for layer in range(target.num_layers):
+            entry = Entry(layer, given)
+            whole = target.forward(block, entry=entry, exit_layer=layer + 1, rows=()).hidden
+            between, _ = attends.run(given, beside, layer, layer + 1, ())
+            got, _ = rest.run(between, beside, layer, layer + 1, ())
+            assert torch.equal(got, whole)
+            given = whole
+        cache.commit(range(len(tokens)))
+        other.commit(range(len(tokens)))
+
+
+def test_several_sequences_share_a_pass_through_half_layers() -> None:
+    target = target_of("llama")
+    run = SkippedForward(target, Skip.of([1], attention=[0], mlp=[2]))
+    prompts = [PROMPT[:5], PROMPT[3:], PROMPT[:2]]
+
+    def blocks() -> list[Block]:
+        return [Block(KVCache(target.specs, capacity=16, rows=8), prompt) for prompt in prompts]
+
+    for alone, together in zip((run([block])[0] for block in blocks()), run(blocks()), strict=True):
+        torch.testing.assert_close(alone, together)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_no_token_depends_on_what_is_left_out(family: str) -> None:
+    """Greedy and drawn, alone and in a batch, with sublayers of every kind left out."""
+    target, other = target_of(family), prompt_of(5)
+    options = {"skip": [0], "skip_attention": [1], "skip_mlp": [2], "rows": 9, "min_chance": 0.01}
+    engine = Engine(target, None, {"name": "layer_skip", **options}, max_rows=24)
+    assert engine.generate(PROMPT, 20).token_ids == greedy(family, PROMPT, 20)
+    hot = SamplingParams(temperature=0.9, seed=2, acceptance="match")
+    plain = [Engine(target).generate(prompt, 20, hot).token_ids for prompt in (PROMPT, other)]
+    assert [one.token_ids for one in engine.generate_batch([PROMPT, other], 20, hot)] == plain
+
+
+def test_half_layers_leave_the_model_as_it_is() -> None:
+    """They share its weights, and none of its modules is replaced."""
+    model = new_model("llama")
+    before = {name: id(module) for name, module in model.named_modules()}
+    target = TransformersTarget(model)
+    logits = SkippedForward(target, Skip.of((), mlp=[0, 1, 2]))([Block(target.new_cache(capacity=9, rows=9), PROMPT)])[
+        0
+    ]
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    model.model.layers[0].self_attn.o_proj.weight.data.mul_(2)
+    again = SkippedForward(target, Skip.of((), mlp=[0, 1, 2]))([Block(target.new_cache(capacity=9, rows=9), PROMPT)])[0]
+    assert not torch.equal(logits, again)
+
+
+def test_layers_with_hooks_are_left_out_whole_only() -> None:
+    """A hook may stand for the layer's forward, accelerate's for one; then no part can be cut out."""
+    model = new_model("llama")
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    target = TransformersTarget(model, execution="transformers")
+    assert target.half_layers("mlp") is None
+    assert assumed(target).mlp is None
+    skip = best_skip(target, PROMPT, 4, assumed(target))
+    assert skip.attention == skip.mlp
+    with pytest.raises(
+        ConfigError, match=r"skip_mlp is \[0\], and this model's layers cannot be run without their mlp"
+    ):
+        make_drafter({"name": "layer_skip", "skip_mlp": [0]}, target)
+
+
+def test_runs_are_as_few_as_can_be() -> None:
+    assert Skip.of([2], attention=[3], mlp=[4, 5]).runs(8) == [
+        (None, 0, 2), ("attention", 3, 4), ("mlp", 4, 6), (None, 6, 8)
+    ]  # fmt: skip
+    assert Skip.of([0, 1]).runs(2) == []
 
 
 @pytest.mark.parametrize("saved", [0.2, 0.5, 0.7])
-def test_the_layers_that_change_least_are_found(saved: float) -> None:
-    """By trying all sets, with made-up times; those of the middle change least, and one is dear."""
-    changes, costs = [0.9, 0.3, 0.1, 0.25, 0.2, 0.8], [1.0, 2.0, 1.0, 6.0, 1.0, 1.0]
-    every = [set(chosen) for size in range(7) for chosen in combinations(range(6), size)]
-    enough = [own for own in every if sum(costs[layer] for layer in own) >= saved * sum(costs)]
-    best = min(enough, key=lambda own: sum(changes[layer] for layer in own))
-    assert least_change(changes, costs, saved) == best
+def test_the_parts_that_change_least_are_found(saved: float) -> None:
+    """By trying all ways, with made-up times: a half may take longer alone than its whole layer, and one is dear."""
+    changes = [(0.9, 0.5, 0.5), (0.3, 0.05, 0.27), (0.1, 0.09, 0.02), (0.25, 0.2, 0.1), (0.8, 0.3, 0.6)]
+    times = [(2.0, 1.0, 1.0), (2.0, 1.0, 1.0), (2.0, 2.0, 3.0), (6.0, 1.0, 5.0), (2.0, 1.0, 1.0)]
+    layers = [
+        [
+            Choice(0.0, whole),
+            Choice(change, 0.0, True, True),
+            Choice(mlp, attends, mlp=True),
+            Choice(attention, rest, attention=True),
+        ]
+        for (change, attention, mlp), (whole, attends, rest) in zip(changes, times, strict=True)
+    ]
+    total = sum(whole for whole, _, _ in times)
+    enough = [own for own in product(*layers) if total - sum(one.time for one in own) >= saved * total - 1e-9]
+    best = min(enough, key=lambda own: sum(one.change for one in own))
+    assert least_change(layers, saved) == [*best]
 
 
-def test_a_layer_that_does_nothing_is_left_out() -> None:
-    model = new_model("llama")
-    for weight in (model.model.layers[1].self_attn.o_proj.weight, model.model.layers[1].mlp.down_proj.weight):
-        weight.data.zero_()
-    target = TransformersTarget(model)
-    found, _ = similarities(target, PROMPT)
-    assert found[1] == pytest.approx(1)
-    assert max(found[0], found[2]) < 0.99
-    assert best_skip(target, PROMPT, 4) == {1}
+def silent(*parts: str) -> TransformersTarget:
+    """A target of which these parts add nothing."""
+    model: Any = new_model("llama")
+    for part in parts:
+        model.get_submodule(f"model.layers.{part}").weight.data.zero_()
+    return TransformersTarget(model)
+
+
+def test_parts_that_do_nothing_are_left_out() -> None:
+    target = silent("1.self_attn.o_proj", "2.mlp.down_proj")
+    found, _ = effects(target, PROMPT)
+    assert [one.attention for one in found][1] == pytest.approx(0, abs=1e-6)
+    assert [one.mlp for one in found][2] == pytest.approx(0, abs=1e-6)
+    assert all(one.layer > 0.01 for one in found)
+    assert best_skip(target, PROMPT, 4, assumed(target)) == Skip.of((), attention=[1], mlp=[2])
     out = Engine(target, None, {"name": "layer_skip", "branch": 1, "min_chance": 0.0}).generate(PROMPT, 25)
     assert out.stats.acceptance_lengths == [5] * 5  # such a draft is the model itself
+    whole = silent("1.self_attn.o_proj", "1.mlp.down_proj")
+    assert best_skip(whole, PROMPT, 4, assumed(whole)) == Skip.of([1])
+
+
+def test_measured_times_decide() -> None:
+    """Parts that take as long alone as their layers are not run alone, however little they change."""
+    target = silent("1.self_attn.o_proj", "2.mlp.down_proj")
+    dear = Times(layers=9.0, head=1.0, attention=9.0, mlp=9.0)
+    skip = best_skip(target, PROMPT, 4, dear)
+    assert skip.attention == skip.mlp
 
 
 def test_a_larger_share_has_to_be_worth_it() -> None:
@@ -73,21 +240,86 @@ def test_a_larger_share_has_to_be_worth_it() -> None:
 def test_a_choice_is_kept_for_later_texts_but_where_the_text_depends_on_it() -> None:
     target = target_of("llama")
     drafter: Any = make_drafter({"name": "layer_skip", "min_chance": 0.0}, target)
-    engine = Engine(target, None, drafter)
+    engine = Engine(target, None, drafter, costs=roofline("cpu"))
     assert drafter.chosen is None
     sampled = SamplingParams(temperature=0.9, seed=1, acceptance="reject")
     first = engine.generate(PROMPT, 12, sampled).token_ids
     assert drafter.chosen is None
     assert engine.generate(PROMPT, 12).token_ids == greedy("llama", PROMPT, 12)
-    assert drafter.chosen == best_skip(target, PROMPT, 4)
-    drafter.chosen = frozenset({0, 1})  # as another text may have had it
+    assert drafter.chosen == best_skip(target, PROMPT, 4, assumed(target))
+    drafter.chosen = Skip.of([0, 1])  # as another text may have had it
     assert engine.generate(PROMPT, 12, sampled).token_ids == first
 
 
-def test_costs_are_weights() -> None:
-    target = target_of("llama")
-    costs = layer_costs(target)
-    assert costs == [sum(weight.numel() for weight in layer.parameters()) for layer in model_of("llama").model.layers]
+def test_times_are_measured_once_where_the_curve_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are kept for the next process, and where costs are made up nothing is timed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, asked = target_of("llama"), list[Times]()
+
+    def timed_once(target: Any) -> Times:
+        asked.append(times_of(target))
+        return asked[-1]
+
+    monkeypatch.setattr(drafting, "times_of", timed_once)
+    Engine(target, None, "layer_skip", costs=roofline("cpu")).generate(PROMPT, 4)
+    assert not asked
+    timed = replace(roofline("cpu"), machine={"model": "timed"})
+    for _ in range(2):  # the second engine stands for another process
+        engine = Engine(target, None, "layer_skip", costs=timed)
+        for acceptance in ("auto", "reject"):
+            engine.generate(PROMPT, 4, SamplingParams(temperature=1.0, seed=1, acceptance=acceptance))
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
+    (kept,) = (tmp_path / "specdec" / "cost").glob("*.json")
+    kept.write_text("{}")
+    with pytest.warns(SpecdecWarning, match="measuring anew"):
+        times_of(target)
+
+
+def test_the_times_of_parts_are_told_apart() -> None:
+    """By a clock that moves as far as there is to read: per part of all layers, and for the head."""
+    target: Any = target_of("llama")
+    now = [0.0]
+    runs = {"mlp": 2.0, "attention": 5.0}
+
+    class Timed:
+        def __init__(self, inner: Any, seconds: float) -> None:
+            self._inner, self._seconds = inner, seconds
+
+        def __call__(self, *given: Any, **options: Any) -> Any:
+            now[0] += self._seconds
+            return self._inner(*given, **options)
+
+    watched: Any = SimpleNamespace(
+        active=target.active, new_cache=target.new_cache, context_length=99, num_layers=3, device=target.device,
+        backend=target.backend, embed=target.embed, norm=target.norm, head=Timed(target.head, 1.0),
+        forward=Timed(target.forward, 6.0),
+        half_layers=lambda part: SimpleNamespace(run=Timed(target.half_layers(part).run, runs[part])),
+    )  # fmt: skip
+    assert measure(watched, clock=lambda: now[0]) == Times(layers=6.0, head=1.0, attention=2.0, mlp=5.0)
+
+
+def test_times_without_a_clock_are_weights() -> None:
+    target, model = target_of("llama"), model_of("llama")
+    attention, others = layer_weights(target)
+    for number, layer in enumerate(model.model.layers):
+        assert attention[number] == sum(weight.numel() for weight in layer.self_attn.parameters())
+        assert attention[number] + others[number] == sum(weight.numel() for weight in layer.parameters())
+    times = assumed(target)
+    assert (times.attention, times.mlp, times.layers) == (sum(attention), sum(others), sum(attention) + sum(others))
+
+
+@pytest.mark.parametrize("execution", ["transformers", pytest.param("native", marks=needs_compiler)])
+def test_a_pass_costs_what_runs(execution: str) -> None:
+    target = packed() if execution == "native" else target_of("llama")
+    assert target.layer_weights == sum(map(sum, layer_weights(target)))
+    times = Times(layers=30.0, head=10.0, attention=12.0, mlp=21.0)
+    assert share_of(target, Skip(), times) == pytest.approx(1)
+    assert share_of(target, Skip.of([0]), times) == pytest.approx(30 / 40)
+    assert share_of(target, Skip.of((), mlp=[0]), times) == pytest.approx((10 + 20 + 4) / 40)
+    assert share_of(target, Skip.of([1], attention=[0]), times) == pytest.approx((10 + 10 + 7) / 40)
+    found = choices(effects(target, PROMPT)[0], times, layer_weights(target))
+    assert all(len(own) == 4 for own in found)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +330,10 @@ def test_costs_are_weights() -> None:
         ({"skip": [1, 1]}, "each once"),
         ({"skip": [-1]}, "counted from 0"),
         ({"skip": [1], "exit_layer": 2}, "give one of them"),
+        ({"skip_mlp": [1], "exit_layer": 2}, r"layer_skip.skip_mlp is \[1\]; give one of them"),
+        ({"skip_attention": [0, 7]}, r"layer_skip.skip_attention is \[0, 7\], and the model has 3 layers"),
+        ({"skip_mlp": [1, 1]}, "skip_mlp is .* each once"),
+        ({"skip_attention": [0, 1, 2], "skip_mlp": [2], "skip": [0, 1]}, "at least one is run"),
         ({"min_chance": 2.0}, "layer_skip.min_chance is 2"),
         ({"tokens": 0}, "layer_skip.tokens"),
     ],
