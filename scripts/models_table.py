@@ -50,8 +50,8 @@ without a drafter, with a tree and with lookahead. *Exact* means that the greedy
 neither would have stopped the script. The weights are random, so the table is about architectures; what a checkpoint's
 own config adds is checked when it is loaded.
 
-`transformers` runs a model's own modules; `fused` and `native` know Llama-like layers, and `native` Gemma's, by their
-exact classes.
+`transformers` runs a model's own modules; `fused` and `native` know Llama-like layers, and `native` Gemma's and some
+with experts, by their exact classes.
 
 Made by `python scripts/models_table.py`; the tests hold rows of it to what the script says.
 

@@ -62,7 +62,22 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GPTNeoXConfig",
         {**{k: v for k, v in BASE.items() if k != "num_key_value_heads"}, "intermediate_size": 64},
     ),
+    "mixtral": ("Mixtral", "MixtralConfig", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        "Qwen3MoeConfig",
+        {
+            **BASE,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+    ),
 }
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families with experts."""
 FAMILIES = tuple(family for family in _FAMILIES if family != "gemma")  # whose parts the other two have
 
 WINDOWS = {
@@ -76,6 +91,8 @@ WINDOWS = {
     "olmo2": [None, None, None],
     "starcoder2": [WINDOW] * 3,
     "neox": [None, None, None],
+    "mixtral": [None, None, None],
+    "qwen3_moe": [None, None, None],
 }
 """Family -> the sliding window of each layer."""
 
@@ -88,11 +105,13 @@ def new_model(family: str, dtype: torch.dtype = torch.float64, *, seed: int = 1,
     """
     name, config_name, values = _FAMILIES[family]
     config = getattr(transformers, config_name)(**{**values, **changes})
+    if dtype == torch.float64:
+        config._experts_implementation = "eager"  # the others take no float64
     torch.manual_seed(seed)
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
     return model
 

@@ -26,7 +26,7 @@ from specdec.models.gguf_table import TensorEntry, TensorTable
 from specdec.native.formats import formats
 from specdec.native.library import library
 from specdec.runners.block_weight import BlockTensor, BlockWeight
-from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
+from specdec.runners.linear import ModuleRef, PackedLinear, PackedModule, TiedEmbedding
 
 __all__ = [
     "Filling",
@@ -103,8 +103,7 @@ def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype, *, int8
 
 def described(model: nn.Module) -> str:
     """The formats of a model's blocks, the most frequent first, and their size in memory, as text."""
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear | TiedEmbedding)]
-    stores = {id(module.store): module.store for module in packed if isinstance(module.store, BlockWeight)}
+    stores = _stores(model)
     counts = Counter(part.format.name for store in stores.values() for part in store.parts)
     size = sum(store.nbytes for store in stores.values())
     formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
@@ -114,13 +113,18 @@ def described(model: nn.Module) -> str:
 
 def described_rows(model: nn.Module) -> str:
     """That rows are rounded to bytes which a model's blocks are multiplied with, or nothing."""
-    stores = (getattr(module, "store", None) for module in model.modules())
-    if not any(isinstance(store, BlockWeight) and store.int8 for store in stores):
+    if not any(store.int8 for store in _stores(model).values()):
         return ""
     told = "; rows that they are multiplied with in int8"
     if dense := [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
         told += f", but not those of {len(dense)} other matrices, such as {dense[0]}"
     return told
+
+
+def _stores(model: nn.Module) -> dict[int, BlockWeight]:
+    """The weights in blocks of a model's modules."""
+    packed = (module for module in model.modules() if isinstance(module, PackedModule))
+    return {id(store): store for module in packed for store in module.stores if isinstance(store, BlockWeight)}
 
 
 class Filling:
@@ -145,17 +149,17 @@ class Filling:
         decoder = model.get_decoder()
         for layer in decoder.layers:
             for group in _GROUPS:
-                self._place([self._ref(layer, name) for name in group])
+                self._place([ModuleRef.at(layer, name) for name in group])
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = bool(self._config.tie_word_embeddings)
         below = self._tensor(f"{self._names[id(embedding)]}.weight", embedding.weight.shape)
         if isinstance(below, BlockTensor):
             store = BlockWeight([below], None, self._dtype, as_in_file=not tied, int8=self._int8)
-            self._ref(model, self._names[id(embedding)]).put(TiedEmbedding(store, embedding))
+            ModuleRef.at(model, self._names[id(embedding)]).put(TiedEmbedding(store, embedding))
             if tied:
-                self._ref(model, self._names[id(head)]).put(PackedLinear(store, 0, store.outputs))
+                ModuleRef.at(model, self._names[id(head)]).put(PackedLinear(store, 0, store.outputs))
         if not tied:
-            self._place([self._ref(model, self._names[id(head)])])
+            self._place([ModuleRef.at(model, self._names[id(head)])])
         for name, parameter in list(model.named_parameters()):
             if parameter.is_meta and not (tied and name == f"{self._names[id(head)]}.weight"):
                 owner, _, kind = name.rpartition(".")
@@ -164,11 +168,6 @@ class Filling:
         if tied and isinstance(model.get_input_embeddings(), nn.Embedding):
             model.tie_weights()
         model.eval()
-
-    @staticmethod
-    def _ref(layer: nn.Module, path: str) -> ModuleRef:
-        owner, _, name = path.rpartition(".")
-        return ModuleRef(layer.get_submodule(owner), name)
 
     def _place(self, places: Sequence[ModuleRef]) -> None:
         """Replace linears that multiply the same rows with their blocks from the file."""

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import TargetError
-from specdec.runners.linear import PackedLinear, TiedEmbedding
+from specdec.runners.linear import PackedLinear, PackedModule, TiedEmbedding
 from specdec.runners.rotary import rope_depends_on_length, rope_kinds
 from specdec.settings.validation import fitting
 
@@ -127,8 +127,8 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 def weights_in(root: nn.Module) -> int:
     """How many numbers a module's weights are, in blocks or not; one that is shared counts once."""
-    packed = [module for module in root.modules() if isinstance(module, PackedLinear | TiedEmbedding)]
-    stores = {id(module.store): module.store for module in packed}
+    packed = (module for module in root.modules() if isinstance(module, PackedModule))
+    stores = {id(store): store for module in packed for store in module.stores}
     sizes = (store.outputs * (store.inputs + (store.bias is not None)) for store in stores.values())
     return sum(sizes) + sum(weight.numel() for weight in root.parameters())
 

@@ -136,6 +136,8 @@ def load_weights(
             config = AutoConfig.from_pretrained(place, **reading)
             refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
             _check_sizes(config.to_dict(), str(path))
+            if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
+                config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
             if gguf is None:
                 _refuse_adapter(place)
                 spread = device_map is not None or split

@@ -4,6 +4,9 @@ The reference is the model's own forward over a few tokens: every runner must co
 tree, last norm and head included. In full precision they must agree up to rounding. In half precision rounding may hide
 a wrong layer, so it is measured: the same modules run in float32, layer by layer, and a runner's error relative to this
 run may be no larger than that of the model's own modules.
+
+Each row has all experts meanwhile, where a known router chooses some: where its logits are nearly even, two roundings
+choose others, and so differ by more than rounding; and no expert is left out. How runners choose is compared apart.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import nn
 
 from specdec.errors import NumericalError, TargetError, first_line
+from specdec.runners.experts import choose_all
 from specdec.runners.layers import ModuleLayer
 from specdec.runners.replicas import Replicas
 from specdec.step.block import Block
@@ -57,6 +61,7 @@ def own_logits(model: Any, target: Target, tokens: Sequence[int]) -> torch.Tenso
         with torch.inference_mode():
             ids = torch.tensor([list(tokens)], device=target.device)
             root = Replicas(model, whole=True).root  # which leaves nothing in the model that it would write there
+            choose_all(root)
             logits: torch.Tensor = root(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
     except Exception as error:  # code of others: it may raise anything
         raise TargetError(

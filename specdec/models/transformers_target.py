@@ -38,7 +38,15 @@ from specdec.models.inspection import (
 )
 from specdec.models.loading import check_place, load_weights
 from specdec.models.masks import MASKS, layer_masks, named_limits, register_masks, window_of
-from specdec.models.self_check import PROBE, ProbeLayer, Reference, ShadowLayer, note_layer, own_logits, tokens_for
+from specdec.models.self_check import (
+    PROBE,
+    ProbeLayer,
+    Reference,
+    ShadowLayer,
+    note_layer,
+    own_logits,
+    tokens_for,
+)
 from specdec.native.library import compiler, library, products
 from specdec.runners import ACTIVATIONS, EXECUTIONS
 from specdec.runners.attention import ATTENTION, check_backend, check_runs, describe_backend, layer_attention
@@ -47,7 +55,16 @@ from specdec.runners.boundary_ops import Joints, read_joints
 from specdec.runners.choice import TIMED_ROWS, RunnerMaker, choose_runner
 from specdec.runners.half_layers import Part, half_layers, native_half_layers
 from specdec.runners.known_layers import in_blocks, why_special
-from specdec.runners.linear import DenseLinear, HeadOf, LinearKernel, PackedLinear, TiedEmbedding, linear_kernel
+from specdec.runners.linear import (
+    DenseLinear,
+    HeadOf,
+    LinearKernel,
+    PackedLinear,
+    PackedModule,
+    PackedWeight,
+    TiedEmbedding,
+    linear_kernel,
+)
 from specdec.runners.native import NativeRunner
 from specdec.runners.replicas import Evaluated, Replicas
 from specdec.runners.runner import LayerRunner
@@ -119,8 +136,7 @@ class TransformersTarget:
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if embedding is None or head is None:
             raise TargetError(f"{self.name} has no embedding and head of its own; load a ...ForCausalLM")
-        packed_modules = [module for module in model.modules() if isinstance(module, PackedLinear | TiedEmbedding)]
-        if not all(isinstance(module.store, BlockWeight) for module in packed_modules):
+        if not all(isinstance(store, BlockWeight) for store in _stores(model)):
             raise TargetError(
                 f"the weights of this {self.name} were laid out anew by the target that owns it; share that target "
                 "(Engine(target, ...), custom_generate's target=), or make another one of its plain_model()"
@@ -147,7 +163,8 @@ class TransformersTarget:
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             check_runs(attention, self.specs)
             self._reference = Reference(model, expected, self, self.specs, tokens)
-            self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
+            with self.runner.every_expert():
+                self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
         except SpecdecError:
             raise
         except Exception as error:  # code of others, called in a way of ours: it may raise anything
@@ -217,8 +234,7 @@ class TransformersTarget:
     @property
     def activations(self) -> str | None:
         """``int8`` where activations are rounded to it before products with quantised blocks, else None."""
-        stores = (getattr(module, "store", None) for module in self.model.modules())
-        return "int8" if any(isinstance(store, BlockWeight) and store.int8 for store in stores) else None
+        return "int8" if any(isinstance(store, BlockWeight) and store.int8 for store in _stores(self.model)) else None
 
     @property
     def batch_invariant(self) -> bool:
@@ -338,7 +354,7 @@ class TransformersTarget:
 
     def plain_model(self) -> PreTrainedModel:
         """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""
-        if not any(isinstance(module, PackedLinear) for module in self.model.modules()):
+        if not any(isinstance(module, PackedModule) for module in self.model.modules()):
             return self.model
         plain = self._plain() if self._plain is not None else None
         if plain is None:
@@ -357,9 +373,9 @@ class TransformersTarget:
         )
         for name, module in self.model.named_modules():
             # A head that shares its weight with the embedding goes by the embedding's name, as in transformers.
-            kinds = ("bias",) if tied and module is head else ("weight", "bias")
-            if isinstance(module, PackedLinear | TiedEmbedding):
-                sources |= {f"{name}.{kind}": module for kind in kinds if getattr(module, kind, None) is not None}
+            if isinstance(module, PackedModule):
+                kinds = [kind for kind in module.names if not (tied and module is head and kind == "weight")]
+                sources |= {f"{name}.{kind}": module for kind in kinds if getattr(module, kind) is not None}
         for name in sorted(sources):
             source, (owner, _, kind) = sources[name], name.rpartition(".")
             if not isinstance(source, torch.Tensor):
@@ -391,6 +407,7 @@ class TransformersTarget:
                 "runner": self.runner.name,
                 "because": self.plan.reason,
                 **{f"not {name}": reason for name, reason in self.plan.others.items()},
+                "experts": self.runner.experts,
                 "attention": "in the same call" if self.runner.name == "native" else self._describe_attention(),
                 "batch-invariant": "yes" if self.batch_invariant else f"no: {self._varies()}",
                 "CUDA graphs": self.runner.graphs(self.backend) if self.device.type == "cuda" else None,
@@ -469,7 +486,8 @@ class TransformersTarget:
         weights = list(self.model.parameters())
         return all(weight.is_floating_point() and not weight.is_meta for weight in weights)
 
-    def _shadow(self, maker: RunnerMaker) -> AbstractContextManager[None]:
+    @contextmanager
+    def _shadow(self, maker: RunnerMaker) -> Iterator[None]:
         """While inside, the model's own modules run with weights in float32, one layer at a time."""
         runner = maker.of_layers(
             "transformers", [maker.module_layer(n, ShadowLayer) for n in range(self.num_layers)], []
@@ -478,7 +496,8 @@ class TransformersTarget:
         runner.embed, runner.norm, runner.head = (Evaluated(part, dtype=torch.float32) for part in parts)
         if isinstance(parts[0], TiedEmbedding):  # which has no parameters to be cast
             runner.embed = Evaluated(parts[0].in_float32())
-        return self._using(runner)
+        with self._using(runner), runner.every_expert():
+            yield
 
     @contextmanager
     def _using(self, runner: LayerRunner) -> Iterator[None]:
@@ -490,8 +509,8 @@ class TransformersTarget:
             self.runner, self.options["runner"] = former, former.name
 
     def _differs(self, runner: LayerRunner) -> str | None:
-        with self._using(runner):
-            return self._reference.differs()
+        with self._using(runner), runner.every_expert():
+            return self._reference.differs() or runner.misroutes()
 
     def _kept_seconds(self, name: str) -> list[float] | None:
         curve = kept_curve(describe(self, runner=name))
@@ -501,6 +520,11 @@ class TransformersTarget:
         with self._using(runner):
             curve = new_curve(self, stored_at(describe(self)), progress)
         return _timed(curve) if curve.steady else None
+
+
+def _stores(model: nn.Module) -> Iterator[PackedWeight]:
+    """The packed weights of a model's modules."""
+    return (store for module in model.modules() if isinstance(module, PackedModule) for store in module.stores)
 
 
 def _timed(curve: CostCurve) -> list[float]:

@@ -1,20 +1,5 @@
 /* A forward pass: embedding, layers, head. */
 
-/* Adds x [rows, inputs] times the weight to the stream [rows, width]; with a weight for a norm, the product is
- * normed before it is added, and `apart` holds it. A thread reads and writes only its share of the stream's rows. */
-static void add_product(const Product *p, const Product *next, const float *x, float *grouped, const float *weight,
-                        float epsilon, float *stream, float *apart, int64_t width, int64_t rows, const Team *team) {
-    if (!weight) {
-        product(p, next, x, grouped, stream, width, rows, 1, NULL, 0, team);
-        return;
-    }
-    product(p, next, x, grouped, apart, width, rows, 0, NULL, 0, team);
-    SHARED(r, rows) {
-        norm(apart + r * width, weight, apart + r * width, p->outputs, epsilon);
-        for (int64_t i = 0; i < p->outputs; i++) stream[r * width + i] += apart[r * width + i];
-    }
-}
-
 /* The position of an output's low byte, and of its code, within the bytes of two inputs. */
 INLINE int64_t place_of(int64_t output) { /* decode takes a panel's two vectors from the halves of every 16 bytes */
     return output % 16 / 4 * 16 + output / 16 * 8 + output % 4 * 2;
@@ -72,19 +57,20 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
                        float *found, const float *by, const uint64_t *keys, int64_t *drawn, int threads) {
     const int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
     const int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
-    const int64_t wide = padded(2 * m->inner);
-    const int64_t seen = apart_by(size), mixed_stride = apart_by(mix), inner = apart_by(m->inner);
+    const int64_t seen = apart_by(size), mixed_stride = apart_by(mix);
     const int64_t attending = room_for_attention(m, all->keys) * threads;
     const int64_t widest = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
     const int64_t reading = head ? room_for_head(m, rows, final, count, threads) : 0;
     for (int64_t r = 0; !hidden && r < rows; r++)
         if (all->tokens[r] < 0 || all->tokens[r] >= all->embedding->outputs) return 2;
-    float *scratch = take_scratch(
-        rows * (2 * width + seen + heads + mixed_stride + wide + inner + gathered(widest)) + attending + reading);
+    const int64_t beside = room_for_mlp(m, rows, threads);
+    float *scratch =
+        take_scratch(rows * (2 * width + seen + heads + mixed_stride + gathered(widest)) + beside + attending + reading);
     if (!scratch) return 1;
     float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * seen;
-    float *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *active = gates + rows * wide;
-    float *grouped = active + rows * inner, *rest = grouped + rows * gathered(widest), *read = rest + attending;
+    float *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *grouped = gates + beside;
+    float *rest = grouped + rows * gathered(widest), *read = rest + attending;
+    const Room room = mlp_room(m, rows, normed, grouped, stream, apart, gates);
     AS_TEAM {
         SHARED(r, rows) {
             if (hidden) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
@@ -102,26 +88,9 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
             meet(team);
             product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, team);
             attention(m, l, all, n, qkv, heads, mixed, rest, team);
-            add_product(&l->out, &l->gate_up, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, team);
-            SHARED(r, rows) {
-                norm(stream + r * width, l->second_norm, normed + r * seen, size, l->second_epsilon);
-                ready(&l->gate_up, normed + r * seen);
-            }
-            meet(team);
-            product(&l->gate_up, &l->down, normed, grouped, gates, wide, rows, 0, NULL, 0, team);
-            SHARED(r, rows) {
-                const float *gate = gates + r * wide, *up = gate + m->inner;
-                float *own = active + r * inner;
-                for (int64_t i = 0; i + LANES <= m->inner; i += LANES) {
-                    floats g = load(gate, i, 0), bent = g;
-                    if (m->gelu) bent = g * (1.5957691f + 0.07135481f * g * g); /* 2 sqrt(2 / pi) (g + 0.044715 g^3) */
-                    *(floats *)(own + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
-                }
-                ready(&l->down, own);
-            }
-            meet(team);
-            const Product *next = n + 1 < last ? &l[1].qkv : head ? &head->product : NULL;
-            add_product(&l->down, next, active, grouped, l->down_norm, l->down_epsilon, stream, apart, width, rows, team);
+            add_product(&l->out, first_of(l), mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, team);
+            SHARED(r, rows) norm(stream + r * width, l->second_norm, normed + r * seen, size, l->second_epsilon);
+            mlp(m, l, n + 1 < last ? &l[1].qkv : head ? &head->product : NULL, &room, rows, team);
         }
         SHARED(r, rows) store(out, r * size, stream + r * width, size, half);
         meet(team);

@@ -16,6 +16,7 @@
 #include "attention_tiles.h"
 #include "attention_layer.h"
 #include "head.h"
+#include "mlp.h"
 #include "forward.h"
 #include "medusa.h"
 #include "weights.h"

@@ -77,3 +77,18 @@ static void rotate(float *head, const float *cosines, const float *sines, int64_
         head[i + half] = high * cosines[i + half] + low * sines[i + half];
     }
 }
+
+/* Adds x [rows, inputs] times the weight to the stream [rows, width]; with a weight for a norm, the product is
+ * normed before it is added, and `apart` holds it. A thread reads and writes only its share of the stream's rows. */
+static void add_product(const Product *p, const Product *next, const float *x, float *grouped, const float *weight,
+                        float epsilon, float *stream, float *apart, int64_t width, int64_t rows, const Team *team) {
+    if (!weight) {
+        product(p, next, x, grouped, stream, width, rows, 1, NULL, 0, team);
+        return;
+    }
+    product(p, next, x, grouped, apart, width, rows, 0, NULL, 0, team);
+    SHARED(r, rows) {
+        norm(apart + r * width, weight, apart + r * width, p->outputs, epsilon);
+        for (int64_t i = 0; i < p->outputs; i++) stream[r * width + i] += apart[r * width + i];
+    }
+}

@@ -23,8 +23,16 @@ typedef struct {
     int64_t count;
 } Product;
 
+typedef struct { /* experts, of which each row is multiplied with a few */
+    Product router; /* to a logit for each expert */
+    const Product *gate_up, *down; /* [count] */
+    int64_t count, chosen;
+    int64_t norm_topk; /* whether the shares of a row's experts add up to one; else those of all experts do */
+} Experts;
+
 typedef struct {
     Product qkv, out, gate_up, down;
+    const Experts *experts; /* in place of gate_up and down, or NULL */
     const float *first_norm, *second_norm; /* [hidden] */
     const float *head_norm;                /* [query_heads + key_heads, head_dim] or NULL */
     const float *out_norm, *down_norm;     /* [hidden], norms of attention's and the MLP's outputs, or NULL */
@@ -34,7 +42,8 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    int64_t hidden, query_heads, key_heads, head_dim, inner;
+    int64_t hidden, query_heads, key_heads, head_dim;
+    int64_t inner, experts; /* width of the widest MLP; most experts of a layer */
     int64_t half; /* whether the model computes in bfloat16: the stream between layers and the cache are rounded */
     int64_t gelu; /* whether the MLP's gate is GELU in its tanh form; else SiLU */
     int64_t tiles; /* whether attention multiplies by tiles, where it can */

@@ -14,6 +14,7 @@ __all__ = [
     "PANEL",
     "STEP",
     "CCosSin",
+    "CExperts",
     "CHead",
     "CHeads",
     "CLayer",
@@ -66,12 +67,24 @@ class CProduct(Structure):
     )
 
 
+class CExperts(Structure):
+    _fields_ = (
+        ("router", CProduct),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("count", c_int64),
+        ("chosen", c_int64),
+        ("norm_topk", c_int64),
+    )
+
+
 class CLayer(Structure):
     _fields_ = (
         ("qkv", CProduct),
         ("out", CProduct),
         ("gate_up", CProduct),
         ("down", CProduct),
+        ("experts", c_void_p),
         ("first_norm", c_void_p),
         ("second_norm", c_void_p),
         ("head_norm", c_void_p),
@@ -90,7 +103,8 @@ class CLayer(Structure):
 
 class CShape(Structure):
     _fields_ = tuple(
-        (name, c_int64) for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "half", "gelu", "tiles")
+        (name, c_int64)
+        for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "experts", "half", "gelu", "tiles")
     )
 
 
@@ -142,6 +156,7 @@ FUNCTIONS: dict[str, list[Any]] = {
         POINTER(CHead), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p,
         c_void_p, c_void_p, c_void_p, c_int,
     ],
+    "specdec_route": [POINTER(CExperts), c_void_p, c_int64, c_void_p],
     "specdec_product": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
     "specdec_guess": [POINTER(CHeads), c_void_p, c_void_p, c_int64, c_void_p, c_int, c_int],
     "specdec_look_up": [POINTER(CProduct), c_void_p, c_int64, c_void_p, c_int],

@@ -26,7 +26,7 @@ from specdec.runners.cuda import CudaLayer, CudaRunner
 from specdec.runners.graphs import CudaRecorder
 from specdec.runners.known_layers import KnownHead, KnownLayer, UnknownModule, in_blocks
 from specdec.runners.layers import FusedLayer, LayerByLayer, ModuleLayer
-from specdec.runners.linear import ModuleRef, PackedLinear, TiedEmbedding
+from specdec.runners.linear import ModuleRef, PackedModule
 from specdec.runners.memory_pages import FilePages
 from specdec.runners.native import NativeRunner, why_not
 from specdec.runners.rotary import Rotary
@@ -189,7 +189,7 @@ class RunnerMaker:
         """Give a model that is owned its own linears back, where packed ones were put."""
         for owner in list(self.model.modules()):
             for name, child in list(owner.named_children()):
-                if isinstance(child, PackedLinear | TiedEmbedding):
+                if isinstance(child, PackedModule):
                     ModuleRef(owner, name).put(copy.deepcopy(child))
         self.model.tie_weights()
         self.__dict__.pop("known", None)  # it names the modules of before

@@ -90,7 +90,8 @@ def native_half_layers(runner: NativeRunner, without: Part) -> NativeRunner:
 
     if without == "mlp":
         gate_up, down = zeros(2 * _NARROW, size), zeros(size, _NARROW)
-        return runner.of([replace(own, products=(*own.products[:2], gate_up, down)) for own in runner.layers])
+        made = [replace(own, products=(*own.products[:2], gate_up, down), experts=None) for own in runner.layers]
+        return runner.of(made)
     narrow: dict[str, Any] = {"heads": (1, 1), "head_dim": _NARROW, "head_norm": None, "cap": 0.0, "rotary_table": 0}
     qkv, out = zeros(3 * _NARROW, size), zeros(size, _NARROW)
     made = [replace(own, products=(qkv, out, *own.products[2:]), **narrow) for own in runner.layers]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,13 @@ from transformers.models.mistral.modeling_mistral import (
     MistralMLP,
     MistralRMSNorm,
 )
+from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from specdec.runners.block_weight import BlockWeight
+from specdec.runners.experts import MIXTURES, KnownExperts, PackedExperts
 from specdec.runners.linear import ModuleRef, PackedLinear
 
 __all__ = [
@@ -42,12 +46,19 @@ __all__ = [
     "why_special",
 ]
 
-_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+_NORMS = (
+    *(LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm),
+    *(mixtral.MixtralRMSNorm, qwen3_moe.Qwen3MoeRMSNorm),
+)
+# Linears that share their input.
+_ATTENTION = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
+_MLP = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 # Norms that multiply by one more than their weight.
 _FROM_ONE = (gemma.GemmaRMSNorm, gemma2.Gemma2RMSNorm, gemma3.Gemma3RMSNorm)
+# Class of a module -> that of one in its place whose weights are in blocks.
+_PACKED: dict[Any, type[nn.Module]] = {nn.Linear: PackedLinear}
+_PACKED |= dict.fromkeys((mixture.experts for mixture in MIXTURES.values()), PackedExperts)
 # Embeddings that multiply what they look up; not every version of transformers has all of these classes.
 _SCALED = tuple(
     getattr(module, f"{name}TextScaledWordEmbedding")
@@ -57,14 +68,18 @@ _SCALED = tuple(
 
 
 class _Made(NamedTuple):
-    """The exact classes of a layer's parts, and the names of its norms."""
+    """The exact classes of a layer's parts, and the names of its norms.
+
+    In the place of an MLP of the class ``mlp``, if it can have one, a layer may have the mixture ``block``.
+    """
 
     attention: type[nn.Module]
-    mlp: type[nn.Module]
+    mlp: type[nn.Module] | None
     before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     after: tuple[str, ...] = ()  # of what attention and the MLP add
     heads: tuple[str, ...] = ()
     capped: bool = False  # Gemma 3 has the number, too, and makes no use of it
+    block: type[nn.Module] | None = None
 
 
 _AROUND: dict[str, Any] = {
@@ -79,6 +94,15 @@ _LAYERS: dict[type[nn.Module], _Made] = {
     gemma.GemmaDecoderLayer: _Made(gemma.GemmaAttention, gemma.GemmaMLP),
     gemma2.Gemma2DecoderLayer: _Made(gemma2.Gemma2Attention, gemma2.Gemma2MLP, **_AROUND, capped=True),
     gemma3.Gemma3DecoderLayer: _Made(gemma3.Gemma3Attention, gemma3.Gemma3MLP, **_AROUND, heads=_HEAD_NORMS),
+}
+_LAYERS |= {
+    mixtral.MixtralDecoderLayer: _Made(mixtral.MixtralAttention, None, block=mixtral.MixtralSparseMoeBlock),
+    qwen3_moe.Qwen3MoeDecoderLayer: _Made(
+        qwen3_moe.Qwen3MoeAttention,
+        qwen3_moe.Qwen3MoeMLP,
+        heads=_HEAD_NORMS,
+        block=qwen3_moe.Qwen3MoeSparseMoeBlock,
+    ),
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -114,8 +138,10 @@ def why_special(module: nn.Module) -> str | None:
 
 
 def in_blocks(module: nn.Module) -> bool:
-    """Whether a module is a linear whose weight stays in a file's quantised blocks."""
-    return type(module) is PackedLinear and isinstance(module.store, BlockWeight)
+    """Whether a module is a linear, or experts, whose weights stay in a file's quantised blocks."""
+    if not isinstance(module, PackedLinear | PackedExperts):
+        return False
+    return all(isinstance(store, BlockWeight) for store in module.stores)
 
 
 def is_known_norm(norm: nn.Module) -> bool:
@@ -141,10 +167,14 @@ def gains(norms: Sequence[Any]) -> list[tuple[torch.Tensor, float]]:
 class KnownLayer:
     """A Llama-like layer: attention with rotary positions (and Qwen 3's norms per head), gated SiLU MLP; or Gemma's.
 
+    It may have experts in the place of one MLP.
+
     Attributes:
         module: the layer itself.
         number: its place in the decoder.
-        linears: of queries, keys and values; after attention; of gate and up; and down. Each group shares its input.
+        linears: of queries, keys and values; after attention; and of one MLP, gate and up; and down. Each group shares
+            its input.
+        experts: in the place of one MLP, or None.
         norms: before attention, and before the MLP.
         after: norms of what attention and the MLP add, or none.
         head_norms: of each query and of each key head, or none.
@@ -157,6 +187,7 @@ class KnownLayer:
     module: nn.Module
     number: int
     linears: tuple[tuple[ModuleRef, ...], ...]
+    experts: KnownExperts | None
     norms: tuple[Any, Any]
     after: tuple[Any, ...]
     head_norms: tuple[Any, ...]
@@ -179,32 +210,39 @@ class KnownLayer:
             raise UnknownModule(f"{where} is a {type(layer).__name__}")
         made = _LAYERS[type(layer)]
         norms = (*made.before, *made.after, *made.heads)
-        wanted = {"": type(layer), "self_attn": made.attention, "mlp": made.mlp}
-        wanted |= dict.fromkeys(_LINEARS, nn.Linear) | dict.fromkeys(norms, type(layer.input_layernorm))
+        mixed = type(layer.mlp) is made.block
+        groups = _ATTENTION if mixed else (*_ATTENTION, *_MLP)
+        names, activates = [*chain.from_iterable(groups)], "mlp.experts.act_fn" if mixed else "mlp.act_fn"
+        mlp: Any = made.block if mixed else made.mlp
+        wanted: dict[str, Any] = {"": type(layer), "self_attn": made.attention, "mlp": mlp}
+        wanted |= dict.fromkeys(names, nn.Linear) | dict.fromkeys(norms, type(layer.input_layernorm))
+        if mixed:
+            wanted |= zip(("mlp.gate", "mlp.experts"), MIXTURES[mlp], strict=True)
         found = dict(layer.named_modules())
         for name, module in found.items():
             if (special := why_special(module)) is not None:
                 raise UnknownModule(f"{where}: {name or 'itself'} ({type(module).__name__}) {special}")
-            is_block = wanted.get(name) is nn.Linear and in_blocks(module)
-            if name != "mlp.act_fn" and not is_block and type(module) is not wanted.get(name):
+            is_block = type(module) is _PACKED.get(wanted.get(name)) and in_blocks(module)
+            if name != activates and not is_block and type(module) is not wanted.get(name):
                 raise UnknownModule(f"{where}: {name} is a {type(module).__name__}")
         missing = wanted.keys() - found.keys()
-        activation = getattr(layer.mlp, "act_fn", None)
+        activation = found.get(activates)
         if missing or gain(layer.input_layernorm) is None:
             raise UnknownModule(f"{where} has no plain {', '.join(sorted(missing)) or 'norm'}")
         if type(activation) not in (nn.SiLU, SiLUActivation, GELUTanh):
-            raise UnknownModule(f"{where}: mlp.act_fn is a {type(activation).__name__}")
+            raise UnknownModule(f"{where}: {activates} is a {type(activation).__name__}")
         if not layer.self_attn.is_causal:
             raise UnknownModule(f"{where}: self_attn looks ahead")
         weights = {(weight.dtype, weight.device) for weight in layer.parameters()}
         if len(weights) != 1:
             raise UnknownModule(f"{where} has weights of several dtypes or devices")
-        refs = [ModuleRef(found[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in _LINEARS]
+        refs = {name: ModuleRef.at(layer, name) for name in names}
         attention = layer.self_attn
         return cls(
             module=layer,
             number=number,
-            linears=(tuple(refs[:3]), (refs[3],), tuple(refs[4:6]), (refs[6],)),
+            linears=tuple(tuple(refs[name] for name in group) for group in groups),
+            experts=KnownExperts.of(layer.mlp) if mixed else None,
             norms=(found[made.before[0]], found[made.before[1]]),
             after=tuple(found[name] for name in made.after),
             head_norms=tuple(found[name] for name in made.heads),
@@ -219,12 +257,12 @@ class KnownLayer:
     @property
     def like_llama(self) -> bool:
         """Whether it is made as Llama's layers are, but for norms per head."""
-        return not (self.after or self.cap or self.gelu) and is_known_norm(self.norms[0])
+        return not (self.after or self.cap or self.gelu or self.experts) and is_known_norm(self.norms[0])
 
     @property
     def inner(self) -> int:
-        """Width of the MLP."""
-        return int(self.linears[3][0].module.in_features)
+        """Width of the MLP, or of each expert."""
+        return int(self.linears[3][0].module.in_features) if self.experts is None else self.experts.inner
 
     def head_norm(self) -> tuple[torch.Tensor, float] | None:
         """Weights [Hq + Hkv, 1, head_dim] and epsilon of the norms per head, where the layer has them."""

@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from specdec.errors import TargetError
 from specdec.runners.attention import ATTENTION, update_and_attend
+from specdec.runners.experts import choose_all, has_experts
 from specdec.runners.known_layers import KnownLayer, is_known_norm, stacked
 from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.runners.memory_pages import FilePages
@@ -49,6 +51,11 @@ class ModuleLayer:
         self._arguments = {"attention_mask": None, "use_cache": True, **arguments}
         self._layer = Evaluated(layer, attention=self._attention, dtype=self._dtype)
         self.look = self._layer.look
+        self._mixes = has_experts(layer)
+
+    def every_expert(self, every: bool) -> None:
+        """Whether each row has all experts, where the layer has a known router."""
+        self._layer.prepare = choose_all if every and self._mixes else None
 
     def __call__(self, hidden: torch.Tensor, block: Rows, angles: Angles) -> torch.Tensor:
         cos, sin = angles.of_kind(self._kind)
@@ -188,6 +195,17 @@ class LayerByLayer(LayerRunner):
                 found[number] = hidden
             hidden = self._layers[number](hidden, block, angles)
         return hidden, found
+
+    @contextmanager
+    def every_expert(self) -> Iterator[None]:
+        layers = [layer for layer in self._layers if isinstance(layer, ModuleLayer)]
+        for layer in layers:
+            layer.every_expert(True)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.every_expert(False)
 
     def look(self) -> None:
         super().look()

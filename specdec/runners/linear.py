@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from ctypes import byref, c_int64
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ __all__ = [
     "LinearKernel",
     "ModuleRef",
     "PackedLinear",
+    "PackedModule",
     "PackedWeight",
     "TiedEmbedding",
     "linear_kernel",
@@ -233,22 +234,51 @@ class ModuleRef:
         setattr(self.owner, self.name, module)
 
     @classmethod
+    def at(cls, root: nn.Module, path: str) -> ModuleRef:
+        """The place at a path from a module."""
+        owner, _, name = path.rpartition(".")
+        return cls(root.get_submodule(owner), name)
+
+    @classmethod
     def of(cls, module: nn.Module, model: nn.Module) -> ModuleRef | None:
         """The place of a module in a model; None where the model does not have it."""
         places = (cls(owner, name) for owner in model.modules() for name, child in owner.named_children())
         return next((place for place in places if place.module is module), None)
 
 
-class PackedLinear(nn.Module):
+class PackedModule(nn.Module):
+    """Packed weights in the place of a module whose they were; a deep copy is such a module again."""
+
+    names: ClassVar[tuple[str, ...]] = ("weight",)
+    """Those of the module's parameters that are packed; attributes of these names are copies."""
+
+    @property
+    def stores(self) -> Sequence[PackedWeight]:
+        """The packed weights, which other modules may share."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name in self.names:
+            if (weight := getattr(self, name)) is not None:
+                destination[prefix + name] = weight
+
+
+class PackedLinear(PackedModule):
     """Rows [start, stop) of a packed weight, in the place of the linear that was packed: exact, but slow.
 
     A deep copy is an ordinary linear again.
     """
 
+    names = ("weight", "bias")
+
     def __init__(self, store: PackedWeight, start: int, stop: int) -> None:
         super().__init__()
         self.store, self.rows = store, slice(start, stop)
         self.in_features, self.out_features = store.inputs, stop - start
+
+    @property
+    def stores(self) -> Sequence[PackedWeight]:
+        return [self.store]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -262,11 +292,6 @@ class PackedLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.store.linear(hidden, self.rows)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias
-
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
         weight, bias = self.weight, self.bias
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
@@ -277,7 +302,7 @@ class PackedLinear(nn.Module):
         return linear
 
 
-class TiedEmbedding(nn.Module):
+class TiedEmbedding(PackedModule):
     """A packed weight in the place of an embedding; a deep copy has the embedding's own class again.
 
     Args:
@@ -293,6 +318,10 @@ class TiedEmbedding(nn.Module):
         self._shell = [shell]  # a list, so that torch does not register it as a submodule
         scale: torch.Tensor | None = getattr(embedding, "embed_scale", None)
         self.scale = None if scale is None else scale.to(store.dtype)
+
+    @property
+    def stores(self) -> Sequence[PackedWeight]:
+        return [self.store]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -312,9 +341,6 @@ class TiedEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.look_up(tokens.flatten().tolist()).view(*tokens.shape, -1)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Embedding:
         (shell,) = copy.deepcopy(self._shell)

@@ -7,7 +7,8 @@ depend on the other rows, so accepted rows equal plain decoding's bit for bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch import nn
 
 from specdec.native.library import library
 from specdec.runners.boundary_ops import Joints
+from specdec.runners.experts import KnownExperts, PackedExperts
 from specdec.runners.known_layers import KnownHead, KnownLayer, gain, gains, in_blocks, is_known_norm, stacked
 from specdec.runners.layers import FusedNorm
 from specdec.runners.linear import ModuleRef, PackedWeight, TiedEmbedding
 from specdec.runners.memory_pages import FilePages, trim_heap
-from specdec.runners.native_layers import NativeHead, NativeLayer, NativeLayers, Reading, runs_heads_of
+from specdec.runners.native_layers import NativeExperts, NativeHead, NativeLayer, NativeLayers, Reading, runs_heads_of
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Rotary
 from specdec.runners.runner import FINAL, Finished, LayerRunner
@@ -30,6 +32,8 @@ from specdec.step.block import Rows
 __all__ = ["DTYPES", "NativeRunner", "why_not"]
 
 DTYPES = (torch.float32, torch.bfloat16)
+_ROUTED = 32  # rows by which routers are compared
+_ROUNDING = 2.0**-7  # of a share, which some routers round to bfloat16
 
 
 def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
@@ -41,15 +45,17 @@ def why_not(layers: Sequence[KnownLayer], head_dim: int) -> str | None:
     if weight.dtype not in DTYPES:
         return f"native layers compute in float32 and bfloat16, and the model in {str(weight.dtype)[6:]}"
     places = [place.module for layer in layers for group in layer.linears for place in group]
-    if any(in_blocks(module) and module.store.dtype is not weight.dtype for module in places):
+    places += [layer.experts.place.module for layer in layers if layer.experts is not None]
+    if any(in_blocks(module) and module.stores[0].dtype is not weight.dtype for module in places):
         return "its blocks were read for another dtype"
-    sizes = {(layer.query_heads, layer.key_heads, layer.head_dim, layer.inner, layer.gelu) for layer in layers}
+    sizes = {(layer.query_heads, layer.key_heads, layer.head_dim, layer.gelu) for layer in layers}
     if len(sizes) > 1:
         return "native layers need all layers to have the same sizes"
-    if not runs_heads_of(first.head_dim, first.inner) or head_dim != first.head_dim:
+    odd = next((layer.inner for layer in layers if not runs_heads_of(first.head_dim, layer.inner)), None)
+    if odd is not None or head_dim != first.head_dim:
         return (
             f"native layers need heads of a multiple of 16 values, all of them rotated, and an MLP of a multiple of "
-            f"16; here it is {first.head_dim} (of which {head_dim} rotated) and {first.inner}"
+            f"16; here it is {first.head_dim} (of which {head_dim} rotated) and {odd or first.inner}"
         )
     if library() is None:
         return "native layers need a C compiler (cc, gcc or clang), and none works here"
@@ -87,6 +93,8 @@ class NativeRunner(LayerRunner):
         packed = [_pack_layer(layer, files, table) for layer, table in zip(layers, tables, strict=True)]
         self.layers, self.gelu = packed, layers[0].gelu
         self._native = NativeLayers(packed, gelu=self.gelu)
+        self._routers = [layer.experts.router for layer in layers if layer.experts is not None]
+        self.experts = _described([layer.experts for layer in packed if layer.experts is not None])
         trim_heap()
         embedding = model.get_input_embeddings()
         self.embed = embedding if isinstance(embedding, TiedEmbedding) else Evaluated(embedding)
@@ -170,6 +178,26 @@ class NativeRunner(LayerRunner):
         made.layers, made._native = layers, NativeLayers(layers, gelu=self.gelu)
         return made
 
+    @contextmanager
+    def every_expert(self) -> Iterator[None]:
+        self._native.choose_all(True)
+        try:
+            yield
+        finally:
+            self._native.choose_all(False)
+
+    def misroutes(self) -> str | None:
+        """Largest shares of rows are compared; with those of others, which experts have them, as any of equals may."""
+        for number, router in enumerate(self._routers):
+            generator = torch.Generator().manual_seed(number)
+            hidden = torch.randn(_ROUTED, router.weight.shape[1], generator=generator).to(router.weight.dtype)
+            logits, shares, _ = Evaluated(router)(hidden)
+            own = self._native.shares(number, logits)
+            theirs = nn.functional.pad(shares.float().sort(descending=True).values, (0, own.shape[1] - shares.shape[1]))
+            if not torch.allclose(own.sort(descending=True).values, theirs, rtol=_ROUNDING, atol=1e-6):
+                return f"it chooses otherwise among {own.shape[1]} experts than {type(router).__name__} does"
+        return None
+
     def changed(self) -> str | None:
         return self._snapshot.changed()
 
@@ -188,6 +216,7 @@ def _pack_layer(layer: KnownLayer, files: FilePages | None, rotary_table: int) -
             files.release(weights)
         products.append(packed)
         del weights
+    experts = None if layer.experts is None else _pack_experts(layer.experts, files)
     trim_heap()
     (first, epsilon), (second, other) = gains(layer.norms)
     head_norm = layer.head_norm()
@@ -202,6 +231,31 @@ def _pack_layer(layer: KnownLayer, files: FilePages | None, rotary_table: int) -
         gains(layer.after),
         layer.cap,
         rotary_table,
+        experts,
+    )
+
+
+def _pack_experts(known: KnownExperts, files: FilePages | None) -> NativeExperts:
+    """A layer's experts in panels; with ``files``, they replace its own. The router, which is small, is copied."""
+    gate_up, down = known.weights()
+    module = known.place.module
+    if files is not None and not isinstance(module, PackedExperts):
+        known.place.put(PackedExperts(gate_up, down, module))
+        files.release([weight.data for weight in module.parameters()])
+    return NativeExperts(PackedWeight(known.router.weight.data), gate_up, down, known.chosen, known.norm_topk)
+
+
+def _described(experts: Sequence[NativeExperts]) -> str | None:
+    """How many there are, and how much of their weights a row reads."""
+    if not experts:
+        return None
+    sizes = {(one.chosen, len(one.down)) for one in experts}
+    counts = " or ".join(f"{chosen} of {count}" for chosen, count in sorted(sizes))
+    whole = [sum(store.nbytes for store in (*one.gate_up, *one.down)) for one in experts]
+    read = sum(size * one.chosen / len(one.down) for size, one in zip(whole, experts, strict=True))
+    return (
+        f"in the same call: {counts} a row in {len(experts)} layers, which reads {read / 1e6:.0f} of their "
+        f"{sum(whole) / 1e6:.0f} MB; rows share an expert's reading"
     )
 
 

@@ -14,12 +14,30 @@ import torch
 
 from specdec.native.library import library
 from specdec.native.scores import Found, Stored
-from specdec.native.types import CCosSin, CHead, CLayer, CRows, CShape, CSlots
+from specdec.native.types import CCosSin, CExperts, CHead, CLayer, CProduct, CRows, CShape, CSlots
 from specdec.runners.linear import PackedWeight
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
 
-__all__ = ["NativeLayer", "NativeLayers", "address_of", "runs_heads_of"]
+__all__ = ["NativeExperts", "NativeLayer", "NativeLayers", "address_of", "runs_heads_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeExperts:
+    """The experts of a layer.
+
+    Attributes:
+        router: weight of a logit for each expert.
+        gate_up, down: of each expert.
+        chosen: experts of a row.
+        norm_topk: the shares of a row's experts add up to one; else those of all experts do.
+    """
+
+    router: PackedWeight
+    gate_up: Sequence[PackedWeight]
+    down: Sequence[PackedWeight]
+    chosen: int
+    norm_topk: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +45,8 @@ class NativeLayer:
     """The data of a layer that the library reads.
 
     Attributes:
-        products: weights of queries, keys and values; of attention's output; of gate and up; and of down.
+        products: weights of queries, keys and values; of attention's output; and, but where there are experts, of gate
+            and up, and of down.
         norms: [D] weights of the norms before attention and before the MLP.
         epsilons: epsilons of these two norms, and of the norms per head.
         heads: numbers of query and key heads.
@@ -35,6 +54,7 @@ class NativeLayer:
         after: weights [D] and epsilons of the norms on the outputs of attention and MLP, or empty.
         cap: bound of attention's scores, applied by tanh; 0 for none.
         rotary_table: index of the layer's rotary table.
+        experts: in place of one gated MLP, or None.
     """
 
     products: tuple[PackedWeight, ...]
@@ -47,6 +67,13 @@ class NativeLayer:
     after: Sequence[tuple[torch.Tensor, float]] = ()
     cap: float = 0.0
     rotary_table: int = 0
+    experts: NativeExperts | None = None
+
+    @property
+    def inner(self) -> int:
+        """Width of the MLP, or of each expert."""
+        down = self.products[3] if self.experts is None else self.experts.down[0]
+        return down.inputs
 
 
 def runs_heads_of(head_dim: int, inner: int) -> bool:
@@ -55,17 +82,19 @@ def runs_heads_of(head_dim: int, inner: int) -> bool:
 
 
 class NativeLayers:
-    """Layers of equal sizes that one call runs."""
+    """Layers of equal sizes, but for the widths of their MLPs, that one call runs."""
 
     def __init__(self, layers: Sequence[NativeLayer], *, gelu: bool = False) -> None:
         first = layers[0]
         self._dtype = first.products[0].dtype
         self._held: list[Any] = [*layers]  # the library reads these objects' weights by address
-        inner = first.products[3].inputs
+        self._experts: list[tuple[CExperts, int]] = []  # and how many of them a row has
+        inner = max(layer.inner for layer in layers)
+        experts = max(0 if layer.experts is None else len(layer.experts.down) for layer in layers)
         half = self._dtype is torch.bfloat16
         self._library = library()
         tiles = self._library.specdec_tiles()
-        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, half, gelu, tiles)
+        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, experts, half, gelu, tiles)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
         self._cos_sin: tuple[torch.Tensor, torch.Tensor, ctypes.Array[CCosSin]] | None = None
 
@@ -140,11 +169,35 @@ class NativeLayers:
 
     def _describe(self, layer: NativeLayer) -> CLayer:
         products = [product.described for product in layer.products]
+        products += [CProduct()] * (4 - len(products))
+        experts = None if layer.experts is None else self._describe_experts(layer.experts)
         per_head = None if layer.head_norm is None else self._hold(layer.head_norm)
         after = map(self._hold, (weight for weight, _ in layer.after)) if layer.after else (None, None)
         epsilons = [*layer.epsilons, *(epsilon for _, epsilon in layer.after)] + [0.0] * (2 - len(layer.after))
         norms = [*map(self._hold, layer.norms), per_head, *after]
-        return CLayer(*products, *norms, *epsilons, layer.scale, layer.cap, layer.rotary_table)
+        return CLayer(*products, experts, *norms, *epsilons, layer.scale, layer.cap, layer.rotary_table)
+
+    def _describe_experts(self, experts: NativeExperts) -> int:
+        """Address of their description."""
+        count = len(experts.down)
+        weights = [(CProduct * count)(*(one.described for one in each)) for each in (experts.gate_up, experts.down)]
+        told = CExperts(experts.router.described, *map(addressof, weights), count, experts.chosen, experts.norm_topk)
+        self._held += weights
+        self._experts.append((told, experts.chosen))
+        return addressof(told)
+
+    def choose_all(self, every: bool) -> None:
+        """Whether each row has all experts: for the check at load."""
+        for told, chosen in self._experts:
+            told.chosen = told.count if every else chosen
+
+    def shares(self, number: int, logits: torch.Tensor) -> torch.Tensor:
+        """[T, E] what rows have of each expert, in the mixture of this number, by a router's ``logits`` [T, E]."""
+        told, chosen = self._experts[number]
+        logits, found = logits.float().contiguous(), torch.empty(logits.shape)
+        apart = CExperts(told.router, told.gate_up, told.down, told.count, chosen, told.norm_topk)
+        self._library.specdec_route(byref(apart), logits.data_ptr(), len(logits), found.data_ptr())
+        return found.clamp_(min=0)  # those that a row has nothing of are marked by less
 
     def _hold(self, weight: torch.Tensor) -> int:
         held = weight.float().contiguous()

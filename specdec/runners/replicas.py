@@ -204,8 +204,11 @@ class Evaluated:
     """A module that is called in eval mode whatever its own mode is, by replicas that are kept until it changes.
 
     ``attention`` and ``dtype``: as for Replicas. With a ``dtype``, replicas are made for each call, so that weights are
-    not held twice, and attributes that they write are dropped.
+    not held twice, and attributes that they write are dropped. So they are while ``prepare`` is set, which is called
+    with the replica of the module.
     """
+
+    prepare: Callable[[nn.Module], None] | None = None
 
     def __init__(self, module: nn.Module, *, attention: str | None = None, dtype: torch.dtype | None = None) -> None:
         self._module, self._attention, self._dtype = module, attention, dtype
@@ -216,10 +219,11 @@ class Evaluated:
         self._made = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if self._dtype is not None:
-            return Replicas(self._module, attention=self._attention, whole=True, dtype=self._dtype).root(
-                *arguments, **options
-            )
+        if self._dtype is not None or self.prepare is not None:
+            root = Replicas(self._module, attention=self._attention, whole=True, dtype=self._dtype).root
+            if self.prepare is not None:
+                self.prepare(root)
+            return root(*arguments, **options)
         made = self._made  # another thread may make others meanwhile
         if made is None or not made.current():
             made = self._made = Replicas(self._module, attention=self._attention)

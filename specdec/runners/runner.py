@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class LayerRunner(ABC):
         name: as in ``execution=``.
         borrows: whether it calls the model's own attention modules.
         varies: why a row's results depend on other rows in the forward; None where they are bit-identical.
+        experts: how experts are run, where the layers have some and that is known; else None.
         looks_up: whether ``run`` and ``finish`` accept None for hidden states, and embed the block's tokens themselves.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
@@ -45,6 +47,7 @@ class LayerRunner(ABC):
     name: str
     borrows: bool = False
     varies: str | None = "torch's products and attention sum in another order for other numbers of rows"
+    experts: str | None = None
     looks_up: bool = False
     embed: Callable[[torch.Tensor], Any]
     norm: Callable[[torch.Tensor], torch.Tensor]
@@ -96,6 +99,15 @@ class LayerRunner(ABC):
     def graphs(self, backend: str) -> str:
         """How steps are replayed as CUDA graphs with such attention, or why they are not."""
         return f"not used: {self.name} layers are not all Llama-like layers that Triton's kernels run on one device"
+
+    @contextmanager
+    def every_expert(self) -> Iterator[None]:
+        """While inside, each row has all experts, where a known router chooses some: for the check at load."""
+        yield
+
+    def misroutes(self) -> str | None:
+        """How it chooses experts otherwise than the model's routers do, or None."""
+        return None
 
     def look(self) -> None:
         """Read again the modules of the model that the runner calls; called before a generation."""

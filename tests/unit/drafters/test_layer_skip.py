@@ -95,7 +95,7 @@ def test_logits_are_those_of_the_model_without_these_parts(family: str, executio
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "blocks", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mixtral", "qwen3_moe", "blocks", "int8"])
 def test_native_halves_make_the_whole_layer(family: str, tmp_path: Path) -> None:
     """Attention alone and then the MLP alone is the layer, bit for bit; also of quantised blocks."""
     if family in ("blocks", "int8"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.activations import GELUTanh
 
 from drafters.kangaroo.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
@@ -33,7 +34,7 @@ from tests.models import settings_of
 from tests.unit.drafters.test_kangaroo import guess_on
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mixtral", "qwen3_moe")
 SMALL = {"max_rows": 24, "prefill_chunk": 16}
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -135,21 +136,30 @@ def test_a_residual_stays_as_it_is() -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [("inner", "native layers need all layers to have the same sizes"), ("attention", "attention='sdpa' asks for tor")],
+    [("gate", "native layers need all layers to have the same sizes"), ("attention", "attention='sdpa' asks for tor")],
 )
 def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str, reason: str) -> None:
-    """One MLP wider than the others; and an attention backend that was asked for by name."""
+    """One MLP with another gate than the others; and an attention backend that was asked for by name."""
     model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
-    if change == "inner":
-        model.model.layers[1].mlp = type(model.model.layers[1].mlp)(
-            models.new_model("llama", intermediate_size=64).config
-        )
+    if change == "gate":
+        model.model.layers[1].mlp.act_fn = GELUTanh()
     expected = models.reference(model, prompt, 30)
     attention = "sdpa" if change == "attention" else "auto"
     target = TransformersTarget(model, owned=True, attention=attention)
     assert target.runner.name == "fused"
     assert target.plan.reason.startswith(reason)
     assert Engine(target).generate(prompt, 30).token_ids == expected
+
+
+@needs_compiler
+def test_mlps_of_several_widths_go_in_one_call() -> None:
+    model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
+    for layer, width in ((0, 64), (2, 16)):
+        config = models.new_model("llama", intermediate_size=width).config
+        torch.manual_seed(width)
+        model.model.layers[layer].mlp = type(model.model.layers[layer].mlp)(config)
+    expected = models.reference(model, prompt, 30)
+    assert Engine(TransformersTarget(model, execution="native")).generate(prompt, 30).token_ids == expected
 
 
 @needs_compiler
