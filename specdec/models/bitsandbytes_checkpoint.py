@@ -123,25 +123,17 @@ class BitsAndBytesFilling(PackedFilling):
         ConfigError: rows are to be rounded to bytes, and codes stand for no integers.
     """
 
-    def __init__(self, folder: Path, config: Any, dtype: torch.dtype, in_blocks: bool, int8: bool) -> None:
+    def __init__(
+        self, folder: Path, files: Mapping[str, Any], config: Any, dtype: torch.dtype, in_blocks: bool, int8: bool
+    ) -> None:
         self._kinds: dict[str, None] = {}
-        super().__init__(folder, config, dtype, in_blocks, int8)
-
-    def _check_quantised(self) -> None:
-        states = [name for name in sorted(self._files) if _STATE in name]
-        self._states = {name.partition(_STATE)[0]: name for name in states}
-        if not states and not any(name.endswith(".SCB") for name in self._files):
-            raise CheckpointError(
-                f"the config of {self._where} says quant_method 'bitsandbytes', and none of its tensors is quantised: "
-                "the package bitsandbytes would quantise them as they are loaded, and it is not installed; pip install "
-                "-U bitsandbytes, remove quantization_config from its config.json to load its weights as they are, or "
-                "give a checkpoint that was saved after it was quantised"
-            )
-        if self._int8 and states:
+        self._states = {name.partition(_STATE)[0]: name for name in sorted(files) if _STATE in name}
+        if int8 and self._states:
             raise ConfigError(
-                f"activations='int8' multiplies integers, and 4-bit codes of {self._where} stand for numbers that are "
-                "none; leave it out"
+                f"activations='int8' multiplies integers, and 4-bit codes of {str(folder)!r} stand for numbers that "
+                "are none; leave it out"
             )
+        super().__init__(folder, files, config, dtype, in_blocks, int8)
 
     def described(self) -> str:
         return f"{' and '.join(self._kinds)} (bitsandbytes)"

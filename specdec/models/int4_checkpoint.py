@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,19 +84,9 @@ class _Int4Rows(PackedRows):
 class Int4Filling(PackedFilling):
     """As ``PackedFilling``; ``settings``: how the checkpoint's config says that it is packed."""
 
-    def __init__(
-        self, folder: Path, config: Any, settings: Int4Settings, dtype: torch.dtype, in_blocks: bool, int8: bool
-    ) -> None:
+    def __init__(self, settings: Int4Settings, *given: Any) -> None:
         self._settings = settings
-        super().__init__(folder, config, dtype, in_blocks, int8)
-
-    def _check_quantised(self) -> None:
-        if not any(name.endswith(".qweight") for name in self._files):
-            raise CheckpointError(
-                f"the config of {self._where} says quant_method {self._settings.method!r}, and none of its tensors is "
-                "a qweight; remove quantization_config from its config.json if its weights are not quantised, or "
-                "download the checkpoint anew"
-            )
+        super().__init__(*given)
 
     def described(self) -> str:
         size = self._settings.group_size

@@ -7,7 +7,7 @@ a dense matrix nor a second quantised one is ever held.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from specdec.runners.block_weight import BlockRows, BlockTensor
 from specdec.runners.memory_pages import FilePages
 from specdec.settings.files import read_object
 
-__all__ = ["PackedFilling", "PackedRows"]
+__all__ = ["PackedFilling", "PackedRows", "opened_tensors"]
 
 _DEQUANTISED = 1 << 20  # weights of a dense matrix at once
 
@@ -40,21 +40,37 @@ class PackedRows(BlockRows, Protocol):
         """[last - first, in] float32: what these rows stand for."""
 
 
+def opened_tensors(folder: Path) -> dict[str, Any]:
+    """The names of a checkpoint's tensors -> the open file of each.
+
+    Raises:
+        CheckpointError: a file of weights is not there.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = {*map(str, read_object(index)["weight_map"].values())} if index.exists() else {"model.safetensors"}
+    for name in sorted(names):
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(f"{str(folder)!r} has no {name!r}; download the checkpoint anew")
+    files: list[Any] = [safe_open(folder / name, framework="pt") for name in sorted(names)]
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+
 class PackedFilling(Filling):
     """A model while it is filled with a quantised checkpoint's weights.
 
     Args:
         folder: of the checkpoint.
+        files: its tensors' names -> their files, from ``opened_tensors``.
         in_blocks: weights stay in blocks where they can; otherwise they are dequantised.
 
     The rest as of ``Filling``.
     """
 
-    def __init__(self, folder: Path, config: Any, dtype: torch.dtype, in_blocks: bool, int8: bool) -> None:
+    def __init__(
+        self, folder: Path, files: Mapping[str, Any], config: Any, dtype: torch.dtype, in_blocks: bool, int8: bool
+    ) -> None:
         super().__init__(config, dtype, int8, repr(str(folder)))
-        self._in_blocks = in_blocks
-        self._files = {name: file for file in self._opened(folder) for name in file.keys()}  # noqa: SIM118
-        self._check_quantised()
+        self._in_blocks, self._files = in_blocks, files
         self._pages = FilePages()
         self._left = {*self._files}
         self.fill()
@@ -64,10 +80,6 @@ class PackedFilling(Filling):
         self.model.name_or_path = str(folder)
         vars(self.model.config).pop("quantization_config", None)  # a copy of the model, or of its config, has none
 
-    def _check_quantised(self) -> None:
-        """Raises CheckpointError where no weight is quantised, whatever the config says."""
-        raise NotImplementedError
-
     def _packed(self, name: str, shape: Sequence[int]) -> PackedRows | None:
         """A weight's blocks, or None where it is not quantised."""
         raise NotImplementedError
@@ -75,14 +87,6 @@ class PackedFilling(Filling):
     def described(self) -> str:
         """The kind of its quantised weights, as text."""
         raise NotImplementedError
-
-    def _opened(self, folder: Path) -> list[Any]:
-        index = folder / "model.safetensors.index.json"
-        names = {*map(str, read_object(index)["weight_map"].values())} if index.exists() else {"model.safetensors"}
-        for name in sorted(names):
-            if Path(name).name != name or not (folder / name).is_file():
-                raise CheckpointError(f"{str(folder)!r} has no {name!r}; download the checkpoint anew")
-        return [safe_open(folder / name, framework="pt") for name in sorted(names)]
 
     def _read(self, name: str, shape: Sequence[int] | None, *dtypes: torch.dtype, asked_by: str = "") -> torch.Tensor:
         """A tensor as it is in its file; ``asked_by``: what asks for the shape, if that is not the model."""

@@ -16,7 +16,7 @@ from specdec.models.bitsandbytes_checkpoint import BitsAndBytesFilling
 from specdec.models.gguf_blocks import described_rows, why_not_native
 from specdec.models.int4_checkpoint import Int4Filling
 from specdec.models.int4_settings import Int4Settings
-from specdec.models.packed_filling import PackedFilling
+from specdec.models.packed_filling import PackedFilling, opened_tensors
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import PackedLinear
 
@@ -25,6 +25,8 @@ __all__ = ["quantised_model"]
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")  # whose layers native layers run
 _PACKAGES = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",)}
 """Method -> the packages with which transformers loads its checkpoints."""
+_MARKS = {"gptq": (".qweight",), "awq": (".qweight",), "bitsandbytes": (".quant_state.", ".SCB")}
+"""Method -> what is in the name of a tensor of each quantised weight."""
 
 
 def quantised_model(
@@ -56,32 +58,32 @@ def quantised_model(
     told = getattr(config, "quantization_config", None)
     if (method := _method(told)) is None:
         return None
+    quantised = True  # as far as is known
     try:
         settings = Int4Settings.of(told, repr(str(place)))
-        if (why := _why_not_packed(config, spread)) is not None:
-            packages = f"package{'s' if len(_PACKAGES[method]) > 1 else ''} {' and '.join(_PACKAGES[method])}"
-            raise CheckpointError(
-                f"{str(place)!r} is quantised by {method}, and {why}: install the {packages}, with which transformers "
-                "loads it, or give a checkpoint that is not quantised"
-            )
+        if (unlike := _why_not_packed(config, spread)) is not None and not _transformers_loads(method):
+            raise _unlike(place, method, unlike)
         if dtype == "auto":
             dtype = torch.float32 if config.dtype in ("float32", torch.float32) else torch.bfloat16
         computed: Any = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         why = why_not_native(computed, device) if in_blocks else "another way to run its layers was asked for"
         if why is not None and int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
-        if why is not None and _transformers_loads(method):
-            return None
         folder = place if isinstance(place, Path) else _fetched(place)
+        files = opened_tensors(folder)
+        if not (quantised := any(mark in name for name in files for mark in _MARKS[method])):
+            raise _dense(place, method)
+        if unlike is not None or (why is not None and _transformers_loads(method)):
+            return None
         filling: PackedFilling
         if settings is None:
-            filling = BitsAndBytesFilling(folder, config, computed, why is None, int8)
+            filling = BitsAndBytesFilling(folder, files, config, computed, why is None, int8)
         else:
-            filling = Int4Filling(folder, config, settings, computed, why is None, int8)
+            filling = Int4Filling(settings, folder, files, config, computed, why is None, int8)
     except CheckpointError:
-        if _transformers_loads(method):
+        if quantised and _transformers_loads(method):
             return None
-        raise
+        raise  # transformers would take weights for quantised that are not
     if device is not None:
         model: Any = filling.model
         model.to(device)  # in place
@@ -96,6 +98,22 @@ def _method(told: Any) -> str | None:
     if method is None and (told.get("load_in_4bit") or told.get("load_in_8bit")):  # as transformers takes it
         return "bitsandbytes"
     return method if isinstance(method, str) and method in _PACKAGES else None
+
+
+def _unlike(place: str | Path, method: str, why: str) -> CheckpointError:
+    packages = f"package{'s' if len(_PACKAGES[method]) > 1 else ''} {' and '.join(_PACKAGES[method])}"
+    return CheckpointError(
+        f"{str(place)!r} is quantised by {method}, and {why}: install the {packages}, with which transformers loads "
+        "it, or give a checkpoint that is not quantised"
+    )
+
+
+def _dense(place: str | Path, method: str) -> CheckpointError:
+    return CheckpointError(
+        f"the config of {str(place)!r} says quant_method {method!r}, and none of its tensors is a "
+        f"{' or '.join(mark.strip('.') for mark in _MARKS[method])}; remove quantization_config from its config.json "
+        "if its weights are not quantised, or download the checkpoint anew"
+    )
 
 
 def _transformers_loads(method: str) -> bool:

@@ -78,7 +78,9 @@ def test_weights_are_those_of_the_definition(kind: str, size: int, nested: bool,
 
 @needs_compiler
 def test_the_definition_is_the_package_s_own(tmp_path: Path) -> None:
-    """What bitsandbytes made of random matrices, and what it makes of that in float32, are recorded."""
+    """Recorded: the state of `quantize_4bit(torch.randn(16, 64) / 20, blocksize=64, ...)`, and what `dequantize_4bit`
+    makes of it in float32, on a CPU.
+    """
     recorded = load_file(Path(__file__).with_name("bitsandbytes_0.50.2.safetensors"))
     bitsandbytes_checkpoint(tmp_path, hidden_size=64, intermediate_size=16)
     kinds = ("nf4", "nf4_nested", "fp4_nested")
@@ -168,16 +170,17 @@ def test_codes_are_bytes_whatever_dtype_stores_them(storage: torch.dtype, tmp_pa
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_weights_that_would_be_quantised_as_they_are_loaded(
-    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("there", [False, True])
+def test_a_config_alone_quantises_nothing(
+    bits: int, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The config says the same of dense weights; the package would do it, and is not here."""
+    """Transformers, with the package or without, takes dense weights beside such a config for quantised ones."""
+    if there:
+        monkeypatch.setattr("specdec.models.quantised_checkpoint.find_spec", lambda name: name)
     bitsandbytes_checkpoint(tmp_path, kind="int8" if bits == 8 else "nf4", kept=("weight",))
-    with pytest.raises(CheckpointError, match=r"none of its tensors is quantised.*pip install -U bitsandbytes, remove"):
-        load(tmp_path)
-    monkeypatch.setattr("specdec.models.quantised_checkpoint.find_spec", lambda name: name)
-    with pytest.raises(CheckpointError, match=r"cannot load a causal language model from .*bitsandbytes"):
-        load(tmp_path)  # by transformers, which does not find it
+    for options in ({}, {"dtype": "float16"}, {"in_blocks": False}):
+        with pytest.raises(CheckpointError, match="none of its tensors is a quant_state or SCB; remove"):
+            load(tmp_path, **options)
 
 
 def test_codes_that_are_no_integers_are_not_multiplied_with_bytes(tmp_path: Path) -> None:

@@ -136,13 +136,17 @@ def test_sizes_that_no_model_has(folder: Path, changes: dict[str, Any], message:
 
 # What transformers itself stumbles over, in one way or another; the first ones stand for all in the quick tests.
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "pip install -U bitsandbytes"),
+    (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "none of its tensors is a quant_state or SCB; remove quantization_config",
+    ),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "buffer 'model.rotary_emb.inv_freq' holds NaN"),
     ({"hidden_act": "nosuch"}, "nosuch"),
     ({"rms_norm_eps": "x"}, "Field 'rms_norm_eps' expected float, got str"),
     ({"model_type": "gpt2"}, "does not fit GPT2LMHeadModel"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "none of its tensors is a qweight"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "none of its tensors is a qweight"),
+    ({"quantization_config": {"load_in_8bit": True}}, "none of its tensors is a quant_state or SCB"),
     ({"quantization_config": {"quant_method": "compressed-tensors"}}, "pip install compressed-tensors"),
     ({"quantization_config": {"quant_method": "torchao"}}, "No module named 'torchao'"),
     ({"quantization_config": []}, ""),

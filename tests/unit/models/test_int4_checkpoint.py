@@ -293,5 +293,5 @@ def test_other_models_and_places_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
     told = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": told}))
-    with pytest.raises(CheckpointError, match="none of its tensors is quantised"):
+    with pytest.raises(CheckpointError, match="none of its tensors is a quant_state or SCB"):
         load(tmp_path)
