@@ -16,7 +16,7 @@ from tests.gguf_files import TOKENS
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3moe", "mixtral")
 
 # Format -> where d and m lie, the size of a weight where d is 1, and m / d so that weights are about zero.
 _PLACES: dict[str, tuple[int, int | None, float, float]] = {
@@ -83,12 +83,15 @@ def quantised_file(
     **sizes: Any,
 ) -> Path:
     """A random model of a family, whose matrices have these formats in turn; ``F16`` and others are no blocks."""
-    wide = {"num_attention_heads": 2, "head_dim": 128, "num_key_value_heads": 1} if family == "qwen3" else {}
+    wide = {"num_attention_heads": 2, "head_dim": 128, "num_key_value_heads": 1} if family.startswith("qwen3") else {}
+    if family == "qwen3moe":
+        wide |= {"moe_intermediate_size": 256}
     tied = tied or family.startswith("gemma")  # llama.cpp knows no others
     changes = {**SIZES, "vocab_size": vocab_size, "tie_word_embeddings": tied, **wide, **sizes}
-    model: PreTrainedModel = models.new_model(family, torch.float32, **changes)
+    kind_of = {"qwen3moe": "qwen3_moe"}.get(family, family)
+    model: PreTrainedModel = models.new_model(kind_of, torch.float32, **changes)
     config: Any = model.config
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, "llama" if family == "mixtral" else family)
     writer.add_name("small")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -100,6 +103,11 @@ def quantised_file(
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(config.head_dim if hasattr(config, "head_dim") else 32)
     writer.add_key_length(getattr(config, "head_dim", 32))
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if family == "qwen3moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if family.startswith("gemma"):
         writer.add_sliding_window(models.WINDOW)
     writer.add_tokenizer_model("gpt2")
@@ -116,8 +124,24 @@ def quantised_file(
         leaf = place.rpartition(".")[2]
         known = {**_NAMES, **_AROUND} if family.startswith("gemma") else _NAMES
         layer = place.split(".")[2] if ".layers." in place else None
-        target = f"{'' if layer is None else f'blk.{layer}.'}{known[leaf]}.{kind}"
+        target = f"{'' if layer is None else f'blk.{layer}.'}{known.get(leaf)}.{kind}"
         values = tensor.numpy()
+        if values.ndim == 3:  # of gate and up, or of down, of all experts
+            parts = kind.split("_")[:-1]
+            for part, weights in zip(parts, np.split(values, len(parts), axis=1), strict=True):
+                block, turn = kinds[turn % len(kinds)], turn + 1
+                if block in _PLACES:
+                    count, outputs, inputs = weights.shape
+                    rows = random_blocks(block, count * outputs, inputs, size=0.15, seed=seed + turn)
+                    own = {"raw_dtype": gguf.GGMLQuantizationType[block]}
+                    writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", rows.reshape(count, outputs, -1), **own)
+                else:
+                    half = np.float16 if block == "F16" else np.float32
+                    writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", (weights / 3).astype(half))
+            continue
+        if leaf == "gate":
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", values)
+            continue
         if values.ndim == 2:
             block = kinds[turn % len(kinds)]
             turn += 1

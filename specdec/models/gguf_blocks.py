@@ -8,6 +8,7 @@ file are released.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -26,26 +27,28 @@ from specdec.models.gguf_table import TensorEntry, TensorTable
 from specdec.native.formats import formats
 from specdec.native.library import library
 from specdec.runners.block_weight import BlockTensor, BlockWeight
+from specdec.runners.experts import MIXTURES, PackedExperts
 from specdec.runners.linear import ModuleRef, PackedLinear, PackedModule, TiedEmbedding
 
 __all__ = [
     "Filling",
     "config_of",
+    "dequantised_model",
     "described",
     "described_rows",
+    "is_mixtral",
+    "left_out",
     "model_in_blocks",
     "why_dequantised",
     "why_not_native",
 ]
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")  # native layers run all of these
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3")  # native layers run all of these
+_SPELT = {"qwen3moe": "qwen3_moe"}  # architectures that transformers spells otherwise
 _DTYPES = (torch.bfloat16, torch.float32)
-_GROUPS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
+_ATTENTION = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
+_MLP = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 
 def why_dequantised(table: TensorTable, dtype: torch.dtype, device: Any) -> str | None:
@@ -71,7 +74,7 @@ def why_not_native(dtype: torch.dtype, device: Any) -> str | None:
 def config_of(metadata: Mapping[str, Any], names: Sequence[str]) -> Any:
     """The config that transformers makes of a file. Its own way reads the whole vocabulary for a size, in seconds."""
     own = str(metadata["general.architecture"])
-    family = "mistral" if "llama" in own and metadata.get("general.name") == "mistral" else own
+    family = "mistral" if "llama" in own and metadata.get("general.name") == "mistral" else _SPELT.get(own, own)
     values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in names}
     values |= GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {})
     for key, value in metadata.items():
@@ -80,10 +83,25 @@ def config_of(metadata: Mapping[str, Any], names: Sequence[str]) -> Any:
         name = names_of[prefix].get(setting) if prefix in ("general", family) else None
         if name not in (None, -1):
             values[name] = value.replace(own, family) if isinstance(value, str) else value
-    if values["model_type"] == "gemma3":
-        values["model_type"] = "gemma3_text"
+    values["model_type"] = {"gemma3": "gemma3_text", **_SPELT}.get(values["model_type"], values["model_type"])
+    if is_mixtral(metadata):
+        values["model_type"] = "mixtral"
+        values["num_local_experts"] = metadata[f"{own}.expert_count"]
+        values["num_experts_per_tok"] = metadata[f"{own}.expert_used_count"]
+    values |= left_out(metadata)
     values.setdefault("vocab_size", metadata.get("tokenizer.ggml.tokens", 0))
     return AutoConfig.for_model(values.pop("model_type")).from_dict(values)
+
+
+def left_out(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says of its model's config, and transformers leaves at a default."""
+    width = metadata.get(f"{metadata['general.architecture']}.expert_feed_forward_length")
+    return {} if width is None else {"moe_intermediate_size": width}
+
+
+def is_mixtral(metadata: Mapping[str, Any]) -> bool:
+    """Whether a file says that it is a Llama with experts, which transformers does not read."""
+    return metadata["general.architecture"] == "llama" and bool(metadata.get("llama.expert_count"))
 
 
 def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype, *, int8: bool = False) -> PreTrainedModel:
@@ -99,6 +117,15 @@ def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype, *, int8
         CheckpointError: a tensor is missing, or its shape differs from the model's.
     """
     return _GgufFilling(table, config, dtype, int8).model
+
+
+def dequantised_model(table: TensorTable, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The same with dense weights, of a file that transformers does not read.
+
+    Raises:
+        CheckpointError: a tensor is missing, or its shape differs from the model's.
+    """
+    return _GgufFilling(table, config, dtype, in_blocks=False).model
 
 
 def described(model: nn.Module) -> str:
@@ -148,8 +175,11 @@ class Filling:
         model: Any = self.model
         decoder = model.get_decoder()
         for layer in decoder.layers:
-            for group in _GROUPS:
+            mixed = type(layer.mlp) in MIXTURES
+            for group in _ATTENTION if mixed else (*_ATTENTION, *_MLP):
                 self._place([ModuleRef.at(layer, name) for name in group])
+            if mixed:
+                self._place_experts(ModuleRef.at(layer, "mlp.experts"))
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = bool(self._config.tie_word_embeddings)
         below = self._tensor(f"{self._names[id(embedding)]}.weight", embedding.weight.shape)
@@ -187,6 +217,9 @@ class Filling:
         store = BlockWeight(blocks, torch.cat(biases) if biases else None, self._dtype, int8=self._int8)
         store.install(places)
 
+    def _place_experts(self, place: ModuleRef) -> None:
+        """Replace a layer's experts with their blocks from the file; where it has none, they are filled in densely."""
+
     def _tensor(self, name: str, shape: Sequence[int]) -> Any:
         """A weight's BlockTensor, or anything else where it has no blocks."""
         raise NotImplementedError
@@ -203,9 +236,11 @@ class Filling:
 
 
 class _GgufFilling(Filling):
-    def __init__(self, table: TensorTable, config: Any, dtype: torch.dtype, int8: bool) -> None:
+    def __init__(
+        self, table: TensorTable, config: Any, dtype: torch.dtype, int8: bool = False, in_blocks: bool = True
+    ) -> None:
         super().__init__(config, dtype, int8, table.where)
-        self._table = table
+        self._table, self._in_blocks = table, in_blocks
         family = str(table.metadata["general.architecture"])
         sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
         processor: Any = TENSOR_PROCESSORS.get(family, TensorProcessor)
@@ -213,21 +248,52 @@ class _GgufFilling(Filling):
         shell: Any = SimpleNamespace(
             config=self.model.config, state_dict=self.model.state_dict, named_children=lambda: []
         )
-        names = get_gguf_hf_weights_map(shell, processor(config=sizes))
-        self._entries = {names[entry.name]: entry for entry in table.entries if entry.name in names}
+        names = get_gguf_hf_weights_map(shell, processor(config=sizes), "llama" if is_mixtral(table.metadata) else None)
+        self._entries = {names.get(entry.name, entry.name): entry for entry in table.entries}
         self.fill()
 
     def _tensor(self, name: str, shape: Sequence[int]) -> BlockTensor | TensorEntry:
         """The blocks of a weight; where it has none, its entry in the table."""
         entry = self._entry(name, shape)
-        if entry.type not in formats():
+        if self._is_dense(entry):
             return entry
         order = self._processed(np.arange(shape[0]), entry.name)
         same = np.array_equal(order, np.arange(shape[0]))
         return BlockTensor(formats()[entry.type], self._table.rows(entry), None if same else order)
 
+    def _place_experts(self, place: ModuleRef) -> None:
+        module, name = place.module, self._names[id(place.module)]
+        kinds = {kind: getattr(module, kind).shape for kind in PackedExperts.names}
+        tensors = [self._expert_entries(f"{name}.{kind}", shape) for kind, shape in kinds.items()]
+        if any(self._is_dense(entry) for entries in tensors for entry in entries):
+            return
+        gate_up, down = ([self._store(parts) for parts in zip(*map(self._each, own), strict=True)] for own in tensors)
+        place.put(PackedExperts(gate_up, down, module))
+
+    def _store(self, parts: Sequence[BlockTensor]) -> BlockWeight:
+        return BlockWeight(parts, None, self._dtype, int8=self._int8)
+
+    def _each(self, entry: TensorEntry) -> list[BlockTensor]:
+        """The blocks of each expert in a tensor of all."""
+        rows = np.split(self._table.rows(entry), entry.shape[0])
+        return [BlockTensor(formats()[entry.type], own) for own in rows]
+
+    def _expert_entries(self, name: str, shape: Sequence[int]) -> list[TensorEntry]:
+        """The tensors of a file that make experts' weights [E, outputs, inputs]: of gate and of up, or of down."""
+        count, outputs, inputs = shape
+        layer, kind = _EXPERTS.fullmatch(name).groups()  # type: ignore[union-attr]
+        parts = kind.split("_")
+        names = [f"blk.{layer}.ffn_{part}_exps.weight" for part in parts]
+        return [self._entry(one, (count, outputs // len(parts), inputs)) for one in names]
+
+    def _is_dense(self, entry: TensorEntry) -> bool:
+        return not self._in_blocks or entry.type not in formats()
+
     def _dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """The weight as a dense tensor."""
+        if _EXPERTS.fullmatch(name):
+            parts = [self._table.dequantised(entry) for entry in self._expert_entries(name, shape)]
+            return torch.tensor(np.concatenate(parts, axis=1)).to(self._dtype)
         entry = self._entry(name, shape)
         values = self._processed(self._table.dequantised(entry), entry.name)
         return torch.tensor(values).to(self._dtype)

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import GgufConfig
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
 from specdec.models.catalog import named_models
 from specdec.models.gguf import GgufFile, is_gguf
-from specdec.models.gguf_blocks import described, model_in_blocks
+from specdec.models.gguf_blocks import dequantised_model, described, is_mixtral, left_out, model_in_blocks
 from specdec.models.inspection import refuse_unfit
 from specdec.models.quantised_checkpoint import quantised_model
 from specdec.runners.rotary import rope_kinds
@@ -124,9 +124,18 @@ def load_weights(
         if in_blocks and device_map is None and not split:
             why = gguf.why_dequantised(dtype, device)
         if why is None:
-            return _in_blocks(gguf, dtype, str(path), int8=int8)
+            return _filled(gguf, dtype, str(path), int8=int8)
         if int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
+        if is_mixtral(gguf.metadata):
+            if device_map is not None or split:
+                raise ConfigError(
+                    f"{shown(str(path), 400)} is a Llama with experts, which transformers does not read from GGUF, and "
+                    "specdec only onto one device; leave device_map and tensor parallelism out, or give the model's "
+                    "folder of safetensors"
+                )
+            filled, how = _filled(gguf, dtype, str(path), why=why)
+            return (filled if device is None else filled.to(device)), how  # type: ignore[arg-type]
     dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
     try:
         with ExitStack() as opened:
@@ -135,6 +144,8 @@ def load_weights(
                 place, reading["gguf_file"] = file.parent, file.name
             config = AutoConfig.from_pretrained(place, **reading)
             refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+            for name, value in ({} if gguf is None else left_out(gguf.metadata)).items():
+                setattr(config, name, value)
             _check_sizes(config.to_dict(), str(path))
             if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
                 config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
@@ -202,14 +213,20 @@ def _is_of_mtp(name: str, config: Any) -> bool:
     return layer is not None and type(layers) is int and 0 <= int(layer[1]) - config.num_hidden_layers < layers
 
 
-def _in_blocks(gguf: GgufFile, dtype: str | torch.dtype, path: str, *, int8: bool) -> tuple[PreTrainedModel, str]:
-    """A GGUF file's model whose quantised blocks stay what they are, and what these are."""
+def _filled(
+    gguf: GgufFile, dtype: str | torch.dtype, path: str, *, int8: bool = False, why: str | None = None
+) -> tuple[PreTrainedModel, str]:
+    """A GGUF file's model whose quantised blocks stay what they are, or with a ``why`` are dequantised; and which."""
     try:
         config = gguf.config()
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
         _check_sizes(config.to_dict(), path)
         _refuse_scaled(gguf, config)
-        model = model_in_blocks(gguf.table, config, _dtype_of(dtype), int8=int8)
+        if why is None:
+            model = model_in_blocks(gguf.table, config, _dtype_of(dtype), int8=int8)
+        else:
+            config._experts_implementation = "eager"  # which takes every dtype
+            model = dequantised_model(gguf.table, config, _dtype_of(dtype))
     except SpecdecError:
         raise
     except Exception as error:  # files of others, read by code of others: they raise anything
@@ -217,7 +234,7 @@ def _in_blocks(gguf: GgufFile, dtype: str | torch.dtype, path: str, *, int8: boo
             f"cannot load a causal language model from {path!r}: {told(error)}; get the GGUF file again"
         ) from error
     gguf.settle(model)
-    return model, described(model)
+    return model, described(model) if why is None else f"dequantised: {why}"
 
 
 def _dtype_of(dtype: str | torch.dtype) -> Any:

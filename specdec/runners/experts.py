@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from specdec.runners.linear import ModuleRef, PackedModule, PackedWeight
 
-__all__ = ["MIXTURES", "KnownExperts", "Mixture", "PackedExperts", "choose_all", "has_experts"]
+__all__ = ["MIXTURES", "KnownExperts", "Mixture", "PackedExperts", "choose_all", "fits", "has_experts"]
 
 
 class Mixture(NamedTuple):
@@ -39,11 +39,17 @@ def has_experts(root: nn.Module) -> bool:
     return any(type(module) in _ROUTERS for module in root.modules())
 
 
+def fits(router: Any) -> bool:
+    """Whether a router chooses experts that it has."""
+    return bool(1 <= router.top_k <= len(router.weight))
+
+
 def choose_all(root: nn.Module) -> None:
     """Let known routers in a replica choose all experts for each row."""
-    for module in root.modules():
-        if type(module) in _ROUTERS:
-            vars(module)["top_k"] = len(module.weight)  # type: ignore[arg-type]
+    modules: Any = root.modules()
+    for module in modules:
+        if type(module) in _ROUTERS and fits(module):
+            module.top_k = len(module.weight)
 
 
 class PackedExperts(PackedModule):

@@ -31,7 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from specdec.runners.block_weight import BlockWeight
-from specdec.runners.experts import MIXTURES, KnownExperts, PackedExperts
+from specdec.runners.experts import MIXTURES, KnownExperts, PackedExperts, fits
 from specdec.runners.linear import ModuleRef, PackedLinear
 
 __all__ = [
@@ -231,6 +231,8 @@ class KnownLayer:
             raise UnknownModule(f"{where} has no plain {', '.join(sorted(missing)) or 'norm'}")
         if type(activation) not in (nn.SiLU, SiLUActivation, GELUTanh):
             raise UnknownModule(f"{where}: {activates} is a {type(activation).__name__}")
+        if mixed and not fits(router := layer.mlp.gate):
+            raise UnknownModule(f"{where}: mlp.gate chooses {router.top_k} of {len(router.weight)} experts")
         if not layer.self_attn.is_causal:
             raise UnknownModule(f"{where}: self_attn looks ahead")
         weights = {(weight.dtype, weight.device) for weight in layer.parameters()}

@@ -1,0 +1,115 @@
+"""GGUF files with experts: their blocks stay what they are, and rows share what is read of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Engine, TransformersTarget
+from specdec.errors import CheckpointError, ConfigError, TargetError
+from specdec.native import library as native
+from specdec.runners.block_weight import BlockWeight
+from specdec.runners.experts import PackedExperts
+from specdec.step.block import Block
+from tests.quantised_files import quantised_file
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+FAMILIES = ("qwen3moe", "mixtral")
+MIXED = ("Q4_K", "Q6_K", "Q5_0", "Q8_0", "Q4_0")
+PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
+
+
+def target_of(file: Path, **options: Any) -> TransformersTarget:
+    return TransformersTarget.from_pretrained(file, **options)
+
+
+def logits_of(target: TransformersTarget, chunk: int, count: int = 33) -> torch.Tensor:
+    """[count, V] of a text that is run in chunks."""
+    tokens, cache, found = (PROMPT * 4)[:count], target.new_cache(capacity=64, rows=64), []
+    with target.active():
+        for first in range(0, count, chunk):
+            part = tokens[first : first + chunk]
+            output = target.forward(Block(cache, part, device=target.device)).logits
+            assert output is not None
+            found.append(output.clone())
+            cache.commit(range(len(part)))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_those_of_the_dequantised_model(family: str, tmp_path: Path) -> None:
+    """In float32, whose blocks stand for the very weights that are dequantised."""
+    file = quantised_file(tmp_path / "small.gguf", MIXED, family=family)
+    native_target, dense = target_of(file, dtype="float32"), target_of(file, dtype="float32", execution="transformers")
+    assert native_target.runner.name == "native"
+    assert str(dense.describe()["model"]["weights"]).startswith("dequantised: another way to run its layers was asked")
+    stores = [module.stores for module in native_target.model.modules() if isinstance(module, PackedExperts)]
+    assert len(stores) == 3
+    assert all(isinstance(store, BlockWeight) for experts in stores for store in experts)
+    assert not any(weight.ndim == 3 for weight in native_target.model.parameters())
+    texts = [Engine(target, None, "lookahead").generate(PROMPT, 30).token_ids for target in (native_target, dense)]
+    assert texts[0] == texts[1]
+    told = native_target.describe()
+    assert "in the same call: 2 of" in str(told["execution"]["experts"])
+    assert told["model"]["parameters"] == dense.describe()["model"]["parameters"]
+
+
+@pytest.mark.parametrize("activations", ["default", "int8"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(
+    family: str, threads: int, activations: str, tmp_path: Path
+) -> None:
+    target = target_of(quantised_file(tmp_path / "small.gguf", MIXED, family=family), activations=activations)
+    alone, before = logits_of(target, 1), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for chunk in (2, 3, 4, 5, 8, 9, 16, 17, 32, 33):
+            assert torch.equal(logits_of(target, chunk), alone), chunk
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kinds", [("F16",), ("Q8_0", "F32"), ("F32", "Q4_0", "Q4_0")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_of_other_kinds_are_held_as_before(family: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """Those that are not all in blocks are dense, and hold what the file says."""
+    file = quantised_file(tmp_path / "small.gguf", kinds, family=family)
+    target, dense = target_of(file, dtype="float32"), target_of(file, dtype="float32", execution="transformers")
+    assert target.runner.name == "native"
+    own, theirs = target.plain_model().state_dict(), dense.model.state_dict()
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in own.items())
+
+
+def test_more_experts_of_a_row_than_there_are_are_refused(tmp_path: Path) -> None:
+    file = quantised_file(tmp_path / "small.gguf", family="mixtral")
+    blob = file.read_bytes()
+    at = blob.index(b"llama.expert_used_count") + len(b"llama.expert_used_count") + 4  # behind the number's type
+    file.write_bytes(blob[:at] + b"\x05" + blob[at + 1 :])
+    for execution in ("auto", "transformers"):
+        with pytest.raises(TargetError, match="own forward fails"):
+            target_of(file, execution=execution)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_without_some_experts_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    file = quantised_file(tmp_path / "small.gguf", family=family)
+    blob = file.read_bytes()
+    file.write_bytes(blob.replace(b"blk.1.ffn_up_exps.weight", b"blk.1.ffn_up_expz.weight"))
+    with pytest.raises(CheckpointError, match=r"tensors 1 missing, such as blk\.1\.ffn_up_exps\.weight"):
+        target_of(file)
+    count = f"{'llama' if family == 'mixtral' else family}.expert_count".encode()
+    at = blob.index(count) + len(count) + 4  # behind the number's type
+    file.write_bytes(blob[:at] + b"\x02" + blob[at + 1 :])
+    with pytest.raises(CheckpointError, match=r"tensors 1 misshapen, such as blk\.0\.ffn_gate_exps\.weight"):
+        target_of(file)
+
+
+def test_a_mixtral_is_not_spread_over_devices(tmp_path: Path) -> None:
+    file = quantised_file(tmp_path / "small.gguf", family="mixtral")
+    with pytest.raises(ConfigError, match="transformers does not read from GGUF"):
+        target_of(file, device_map="auto")
