@@ -111,6 +111,14 @@ class DraftModel(DrafterBase):
             _check_tokenizer(str(path), model, target)
         return cls(config, model)
 
+    def warm_up(self, target: Target, rows: int, sequences: int) -> None:
+        if isinstance(self.model, TransformersTarget):
+            widths, level, nodes = self.config.widths, 1, 1
+            for depth in range(self.config.tokens if widths else 0):
+                level *= widths[depth] if depth < len(widths) else 1
+                nodes += level
+            self.model.warm_up(rows, sequences=sequences, levels=min(nodes, rows))
+
     def start(self, context: Context) -> DraftModelSession:
         return DraftModelSession(self.config, self.model, context)
 

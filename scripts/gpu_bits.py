@@ -16,7 +16,7 @@ from specdec import Draft, Engine, SamplingParams
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
 
-__all__ = ["bits", "texts"]
+__all__ = ["DRAFTERS", "QUESTIONS", "bits", "drafter_for", "texts"]
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = (1, 2, 8, 16, 17, 33, 64, 65, 128, 129, 300)
@@ -154,6 +154,11 @@ def texts(check: Any) -> Iterator[Part]:
                     )
 
 
+def drafter_for(name: str) -> Any:
+    """A drafter's options; the draft model is the one that is in the package."""
+    return {"name": name, "model": str(ROOT / "specdec/assets/tiny-draft")} if name == "draft_model" else name
+
+
 def drafted(check: Any, path: str, dtype: str, temperature: float, drafter: str, known: dict[Any, Any]) -> Figures:
     """How many texts of a drafter are not plain decoding's; ``known`` keeps engine and plain texts meanwhile."""
     if "engine" not in known:
@@ -166,10 +171,7 @@ def drafted(check: Any, path: str, dtype: str, temperature: float, drafter: str,
 
     if temperature not in known:
         known[temperature] = [out.token_ids for out in decoded(engine)]
-    own: Any = (
-        {"name": drafter, "model": str(ROOT / "specdec/assets/tiny-draft")} if drafter == "draft_model" else drafter
-    )
-    one = engine.with_drafter(own)
+    one = engine.with_drafter(drafter_for(drafter))
     began = time.perf_counter()
     found = decoded(one)
     seconds = time.perf_counter() - began

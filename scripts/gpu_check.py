@@ -3,6 +3,7 @@
     python scripts/gpu_check.py --out runs/gpu_check                     # all sections, ten minutes at most
     python scripts/gpu_check.py --only bits,step --limits step=60        # some of them, one with another time limit
     python scripts/gpu_check.py --model SmolLM2.gguf                     # real text, of a model that is here already
+    python scripts/gpu_check.py --dry-run                                # without a GPU: all parts by name, all imports
 
 Nothing is fetched. Every figure is printed as it comes and kept in OUT.jsonl; OUT.md has them as tables, with what was
 to be reached. A part that is kept there is not run again, so a run that was cut short goes on where it was, and so does
@@ -13,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -31,7 +35,7 @@ use_checkout()
 import torch
 import transformers
 
-from scripts.gpu_sections import GOALS, LIMITS, SECTIONS
+from scripts.gpu_sections import GOALS, KERNELS, LIMITS, SECTIONS
 from scripts.gpu_shapes import SHAPES
 from specdec import TransformersTarget
 from specdec.bench.environment import caption, describe_environment
@@ -78,13 +82,17 @@ class Check:
         key = shape, dtype or self.dtype
         if key not in self._targets:
             if shape == self.big or len(self._targets) > 2:
-                self._targets.clear()
-                gc.collect()
-                if self.on_gpu:
-                    torch.cuda.empty_cache()
+                self.forget()
             model = random_model(shape, key[1], self.device)
             self._targets[key] = TransformersTarget(model, execution=self.args.execution, owned=True)
         return self._targets[key]
+
+    def forget(self) -> None:
+        """Hold no target any more."""
+        self._targets.clear()
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
     def run(self, section: str, limit: float) -> None:
         """Run the parts that are not kept yet, for so many seconds at most."""
@@ -151,6 +159,35 @@ def page(kept: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def dry_run(check: Check) -> str | None:
+    """Name every part that a GPU would run, and import what the parts and ``tests/gpu`` import; an error if one fails.
+
+    Nothing of a loan is then lost to a name that is wrong or a package that is missing.
+    """
+    check.on_gpu = True
+    for section in check.args.only:
+        for part, _ in SECTIONS[section](check):
+            print(f"{section}, {part}")
+    for name in KERNELS:
+        importlib.import_module(name)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--collect-only",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "tests/gpu",
+    ]
+    known = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([*command, "tests/gpu"], cwd=ROOT, capture_output=True, text=True, env=known)
+    print(done.stdout.strip().rpartition("\n")[2])
+    return done.stdout[-700:] if done.returncode else None
+
+
 def options(arguments: list[str] | None) -> argparse.Namespace:
     """What was asked for; ends with a message where it cannot be done."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -166,6 +203,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=8, help="texts of each drafter")
     parser.add_argument("--batches", default="1,8,32,64", help="sequences at once")
     parser.add_argument("--model", help="a model for real text: a named one, a folder or a GGUF file that is here")
+    parser.add_argument("--dry-run", action="store_true", help="name every part as on a GPU, import all, run nothing")
     parser.add_argument("--pytest", nargs="*", default=[], help="more for pytest, such as -k bits")
     args = parser.parse_args(arguments)
     args.only = [name for name in args.only.split(",") if name]
@@ -174,6 +212,8 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     args.batches = [int(size) for size in args.batches.split(",")]
     if odd := [name for name in (*args.only, *args.limits) if name not in SECTIONS]:
         parser.error(f"{odd[0]!r} is none of {', '.join(SECTIONS)}")
+    if args.dry_run:
+        args.device = "cpu"
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device here; try --device cpu --dtype float32 --big toy --small toy")
     return args
@@ -183,6 +223,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = options(arguments)
     transformers.utils.logging.set_verbosity_error()
     check = Check(args)
+    if args.dry_run:
+        sys.exit(dry_run(check))
     given = " ".join(sys.argv[1:] if arguments is None else arguments)
     here = f"{caption(describe_environment(check.device))}; {args.big}, {args.small}, {args.dtype}, {args.execution}"
     before = check.kept.get(("about", "machine"), {}).get("what", here)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from scripts.gpu_bits import bits, texts
+from scripts.gpu_rivals import drafting, rivals
 from scripts.gpu_shapes import Figures, Part, product_shapes, tree_parents
 from specdec import Draft, Engine
 from specdec.bench.shapes import random_prompt, weight_bytes
@@ -200,10 +201,36 @@ def products(check: Any) -> Iterator[Part]:
                 found.setdefault(name, {})[rows] = size / us
         return found
 
+    def cuts(outputs: int, inputs: int, gated: bool) -> Figures:
+        """Every cut of a product with the same numbers, for few rows and many, and the one that is taken."""
+        from specdec.runners.kernels.product import cut_of, cuts_of, product, shared_of
+
+        high, shared = outputs * (2 if gated else 1), shared_of(check.device)
+        weights = [torch.randn(high, inputs, dtype=check.dtype, device=check.device) for _ in range(4)]
+        found: dict[str, Any] = {}
+        for rows, bucket in ((1, 16), (64, 64)):
+            x, taken = torch.randn(rows, inputs, dtype=check.dtype, device=check.device), {}
+            for cut in cuts_of(outputs, inputs, gated, bucket, shared):
+                us = device_us(
+                    lambda call, x=x, cut=cut: product(x, weights[call % 4], None, gated=gated, cut=cut), check.device
+                )
+                taken[named_cut(cut)] = 2e-6 * high * inputs / us
+            best = max(taken, key=taken.__getitem__)
+            own = named_cut(cut_of(outputs, inputs, gated, bucket, shared))
+            found[f"{rows} rows"] = {"best": best, "its TB/s": taken[best], "taken": own, "of it": taken.get(own, 0.0)}
+        return found
+
     if check.on_gpu:
         for shape in (check.big, check.small):
             for name, (outputs, inputs, gated) in product_shapes(shape).items():
                 yield f"{shape}, {name} {outputs} x {inputs}", partial(taken, outputs, inputs, gated)
+        for name, (outputs, inputs, gated) in product_shapes(check.big).items():
+            yield f"{check.big}, cuts of {name}", partial(cuts, outputs, inputs, gated)
+
+
+def named_cut(cut: Any) -> str:
+    """A cut without what all cuts of a product have in common."""
+    return f"{cut.tile} outputs by {cut.step}, {cut.warps} warps, {cut.stages} stages"
 
 
 def tests(check: Any) -> Iterator[Part]:
@@ -221,12 +248,15 @@ def tests(check: Any) -> Iterator[Part]:
         yield "tests/gpu", taken
 
 
+KERNELS = [f"specdec.runners.kernels.{name}" for name in ("launch", "layer", "product", "step", "tree")]
+"""What parts import when they run."""
 SECTIONS: dict[str, Callable[[Any], Iterator[Part]]] = {
-    "bandwidth": bandwidth, "bits": bits, "texts": texts, "step": step, "batches": batches, "tests": tests,
-    "profile": profile, "products": products,
+    "bandwidth": bandwidth, "bits": bits, "texts": texts, "step": step, "batches": batches, "drafting": drafting,
+    "tests": tests, "profile": profile, "products": products, "rivals": rivals,
 }  # fmt: skip
 LIMITS = {
-    "bandwidth": 10, "bits": 110, "texts": 170, "step": 70, "batches": 50, "tests": 90, "profile": 30, "products": 50,
+    "bandwidth": 8, "bits": 85, "texts": 110, "step": 50, "batches": 45, "drafting": 80, "tests": 70, "profile": 22,
+    "products": 40, "rivals": 90,
 }  # fmt: skip
 """Seconds of each; ten minutes with what is imported and made in between."""
 
@@ -240,6 +270,16 @@ def most(section: str, name: str, bound: float) -> Callable[[Kept], tuple[float,
     def read(kept: Kept) -> tuple[float, bool] | None:
         found = [figures[name] for (own, _), figures in kept.items() if own == section and name in figures]
         return (sum(found), sum(found) <= bound) if found else None
+
+    return read
+
+
+def least(section: str, name: str, bound: float) -> Callable[[Kept], tuple[float, bool] | None]:
+    """The least of a figure over a section's parts, which is at least the bound."""
+
+    def read(kept: Kept) -> tuple[float, bool] | None:
+        found = [figures[name] for (own, _), figures in kept.items() if own == section and name in figures]
+        return (min(found), min(found) >= bound) if found else None
 
     return read
 
@@ -263,6 +303,11 @@ GOALS: dict[str, tuple[str, Callable[[Kept], tuple[float, bool] | None]]] = {
     "rows and products that differ": ("0", most("bits", "differing", 0)),
     "texts that differ, one at a time": ("0", most("texts", "differing", 0)),
     "texts that differ, eight at a time": ("0", most("texts", "batch_differing", 0)),
+    "texts that differ, under a policy": ("0", most("drafting", "differing", 0)),
+    "steps that record, after a warm-up": ("0", most("drafting", "first_times", 0)),
+    "every drafter under its policy, of plain decoding": (">= 0.98", least("drafting", "of_plain", 0.98)),
+    "auto at T = 0, of plain decoding": (">= 1.8", one("drafting", "T = 0, auto", "of_plain", 1.8)),
+    "auto at T = 1, of plain decoding": (">= 1.15", one("drafting", "T = 1, auto", "of_plain", 1.15)),
     "plain steps, share of the copied bandwidth": (">= 0.85", one("step", f"{BIG}, plain", "share_of_copies", 0.85)),
     "T(64) / T(1)": ("<= 1.15", one("step", f"{BIG}, T(rows) / T(1), tree", "ratio.64", 1.15, least=False)),
     "warm-up, seconds": ("<= 20", one("step", f"{BIG}, warm-up", "seconds", 20, least=False)),

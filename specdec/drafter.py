@@ -37,6 +37,7 @@ __all__ = [
     "MergingSession",
     "Observation",
     "ReadbackSession",
+    "warm_up",
 ]
 
 
@@ -242,6 +243,9 @@ class DrafterBase:
         """Make the drafter for a target; override it to load weights that fit the target."""
         return cls(config)
 
+    def warm_up(self, target: Target, rows: int, sequences: int) -> None:
+        """Have what passes of up to ``rows`` rows of each of so many sequences compile and record once."""
+
 
 class DrafterWrapper:
     """A drafter around another one, ``inner``, with the same attributes.
@@ -261,6 +265,17 @@ class DrafterWrapper:
         self.draws = inner.draws
         self.fixed_cost_rows = inner.fixed_cost_rows
 
+    def warm_up(self, target: Target, rows: int, sequences: int) -> None:
+        """As :meth:`DrafterBase.warm_up`."""
+        warm_up(self.inner, target, rows, sequences)
+
     def start(self, context: Context) -> DraftSession:
         """A session of the inner drafter."""
         return self.inner.start(context)
+
+
+def warm_up(drafter: Drafter, target: Target, rows: int, sequences: int) -> None:
+    """As :meth:`DrafterBase.warm_up`; a drafter without that method has nothing to do."""
+    own: Any = getattr(drafter, "warm_up", None)
+    if callable(own):
+        own(target, rows, sequences)

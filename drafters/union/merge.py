@@ -20,7 +20,16 @@ import torch
 from drafters.shared.calibration import Calibration
 from drafters.union.bandit import Bandit
 from drafters.union.parts import NO_ROWS, MergedPart, Tree, part_of
-from specdec.drafter import BatchedSession, Context, DeviceStep, Drafter, DrafterBase, Observation, ReadbackSession
+from specdec.drafter import (
+    BatchedSession,
+    Context,
+    DeviceStep,
+    Drafter,
+    DrafterBase,
+    Observation,
+    ReadbackSession,
+    warm_up,
+)
 from specdec.drafting.registry import make_drafter
 from specdec.drafting.sessions import proposing
 from specdec.errors import ConfigError
@@ -115,6 +124,10 @@ class Merged(DrafterBase):
     def made(cls, config: MergedConfig, target: Target) -> list[Drafter]:
         """The parts that ``config`` names, or the default ones."""
         return [make_drafter(part, target) for part in config.parts or PARTS]
+
+    def warm_up(self, target: Target, rows: int, sequences: int) -> None:
+        for part in self.parts:
+            warm_up(part, target, rows, sequences)
 
     def start(self, context: Context) -> MergedSession:
         return MergedSession(self, context)

@@ -19,6 +19,7 @@ from specdec.costs.fallback import Fallback
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.measuring import cost_curve, describe, kept_curve, source_of
 from specdec.costs.policy import AcceptancePolicy, RowPolicy, check_policy
+from specdec.drafter import warm_up
 from specdec.drafting.registry import DrafterSpec, make_drafter, parse_drafter
 from specdec.engine.conversations import answer_end
 from specdec.engine.prediction import prediction_ids
@@ -42,6 +43,8 @@ from specdec.results import Chunk, Generation, Step
 from specdec.sampling.processors import check_processors, settled
 from specdec.settings.arguments import checked, checked_fields
 from specdec.settings.sampling_params import SamplingParams
+from specdec.step import device_copies
+from specdec.step.block import MOST_REPLAYED, Block
 from specdec.target import Target
 
 __all__ = ["Engine", "Prompt", "SequenceState"]
@@ -106,6 +109,7 @@ class Engine:
         self._known_costs = costs
         self.costs = costs or roofline(target.device)
         self.step_kinds: set[Any] = set()
+        self._warmed = "none yet; Engine.warm_up() records before the first answer what else its steps record"
         self._predicting: Engine | None = None
         self._answer_end: tuple[Any, int | None] | None = None  # the chat template, and the token that ends an answer
 
@@ -116,6 +120,28 @@ class Engine:
             return self.prefill_chunk
         windows = [spec.window for spec in getattr(self.target, "specs", ()) if spec.window is not None]
         return min(512, max(32, min(windows))) if windows else 512  # a window's size, but no sliver
+
+    def warm_up(self, sequences: int = 1) -> None:
+        """On a GPU, compile and record what steps of up to so many sequences take, before the first answer does.
+
+        A step that records is compared with no other, so this changes no decision, only how long first answers take.
+        Recorded are the buckets of up to ``max_rows`` rows of one sequence, of several up to 64 rows together, and the
+        passes of drafters that run a model; a chunk of a prompt is launched. On a CPU there is nothing to do.
+        """
+        own = getattr(self.target, "warm_up", None)
+        if own is None or not device_copies.is_apart(self.target.device):
+            return
+        began, rows = perf_counter(), min(self.max_rows if self.drafter.proposes else 1, MOST_REPLAYED)
+        own(rows, sequences=sequences, taps=self.drafter.taps)
+        chunk = min(self.chunk_rows, self.target.context_length)
+        with self.target.active():
+            cache = self.target.new_cache(capacity=chunk, rows=chunk)
+            block = Block(cache, [0] * chunk, device=self.target.device, backend=self.target.backend, again=False)
+            self.target.forward(block, taps=self.drafter.taps, rows=())
+        warm_up(self.drafter, self.target, rows, sequences)
+        device_copies.wait(self.target.device)
+        texts = "one sequence" if sequences == 1 else f"up to {sequences} sequences"
+        self._warmed = f"in {perf_counter() - began:.1f} s, for up to {rows} rows and {texts}"
 
     def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
         """The row policy of a new sequence, or None; ``steady``: by the measured curve, not the live one."""
@@ -204,6 +230,7 @@ class Engine:
                 "policy": self.policy,
                 "a step of 2, 4, 8 rows": " / ".join(f"{steps[rows]:.2f}" for rows in (2, 4, 8)) + " plain steps",
                 "known from": source_of(curve, self.policy if self._by_file else None),
+                "warm-up": self._warmed if self.target.device.type == "cuda" else None,
             },
         }
 

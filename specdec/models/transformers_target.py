@@ -8,6 +8,7 @@ the model's own forward, and a model that cannot be driven exactly is refused by
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -71,6 +72,7 @@ from specdec.runners.runner import LayerRunner
 from specdec.runners.snapshot import Outline, Snapshot
 from specdec.settings.arguments import checked
 from specdec.settings.files import cache_folder
+from specdec.step.batched_rows import rows_of
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.tree import Entry
@@ -78,6 +80,8 @@ from specdec.step.visibility import bucket
 from specdec.target import TargetOutput
 
 __all__ = ["TransformersTarget", "time_runners"]
+
+_WARM_ROWS = 64  # of several sequences, in steps that are recorded beforehand
 
 for _name, _function in ((ATTENTION, layer_attention), (PROBE, note_layer)):
     AttentionInterface.register(_name, _function)
@@ -249,12 +253,45 @@ class TransformersTarget:
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache(self.specs, capacity=capacity, rows=rows)
 
-    def warm_up(self, rows: int) -> None:
-        """Run a step of each bucket of up to so many rows, so that no later one has to compile or to record it."""
-        cache = self.new_cache(capacity=1, rows=bucket(rows))
+    def warm_up(
+        self,
+        rows: int,
+        *,
+        sequences: int = 1,
+        taps: Collection[int] = (),
+        exit_layer: int | None = None,
+        levels: int = 0,
+    ) -> None:
+        """Run steps of every bucket, so that no later one has to compile or to record it.
+
+        Args:
+            rows: most rows of a sequence's step.
+            sequences: most sequences of a step. Several have up to 64 rows together, or one each.
+            taps: hidden layers that the steps return.
+            exit_layer: the layer before which passes leave, and at which the steps enter; None for none.
+            levels: most rows of a tree whose levels are run one after the other; 0 for none.
+        """
+        sizes = [1 << power for power in range(bucket(max(rows, levels)).bit_length())]
+        caches = [self.new_cache(capacity=1, rows=sizes[-1]) for _ in range(bucket(sequences))]
+
+        def rows_for(count: int, each: int, whole: int) -> Rows:
+            """The last ``each`` rows of a chain of ``whole`` rows, of so many sequences; a part of it is a tree's."""
+            place: dict[str, Any] = {"device": self.device, "backend": self.backend}
+            if each < whole:
+                place |= {"parents": range(-1, whole - 1), "depths": range(whole), "first": whole - each}
+            return rows_of([Block(cache, [0] * each, **place) for cache in caches[:count]])
+
         with self.active():
-            for power in range(cache.rows.bit_length()):
-                self.forward(Block(cache, [0] * (1 << power), device=self.device, backend=self.backend))
+            for count, each in itertools.product((1 << power for power in range(len(caches).bit_length())), sizes):
+                if count > 1 and each > 1 and count * each > _WARM_ROWS:
+                    continue
+                if each <= bucket(rows) and exit_layer is None:
+                    self.forward(rows_for(count, each, each), taps=taps)
+                elif each <= bucket(rows):
+                    hidden = self.forward(rows_for(count, each, each), exit_layer=exit_layer, rows=()).hidden
+                    self.forward(rows_for(count, each, each), entry=Entry(exit_layer or 0, hidden), taps=taps)
+                for whole in (size for size in sizes if each < size <= bucket(levels or 1)):
+                    self.forward(rows_for(count, each, whole), exit_layer=exit_layer)
 
     def active(self) -> AbstractContextManager[None]:
         Threads.check()

@@ -13,6 +13,7 @@ computed together with the next norm.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -27,10 +28,13 @@ from specdec.runners.layers import LayerByLayer, stack_linears
 from specdec.runners.linear import DenseLinear
 from specdec.runners.memory_pages import FilePages
 from specdec.step.block import Block, Rows
+from specdec.step.first_time import FirstTimes
+from specdec.step.visibility import bucket
 
 __all__ = ["CudaLayer", "CudaRunner"]
 
 _HALF = (torch.float16, torch.bfloat16)
+_MOST_ROWS = 256  # for which kernels are compiled; more rows are several programs' affair
 _ALIGN = 16  # bytes, to a multiple of which the kernel of products reads ahead
 
 
@@ -135,6 +139,7 @@ class CudaRunner(LayerByLayer):
         super().__init__("fused", [], **{**parts, "modules": read})
         self._known, self._kernels, self._longest = tuple(layers), kernels, longest
         self._graphs = StepGraphs(recorder, self._launch)
+        self._launched: set[tuple[int, type, str]] = set()  # kinds of rows that were launched kernel by kernel
         if self.batch_invariant:
             self.norm, self.head = _Norm(kernels, norm), _Head(kernels, head)
 
@@ -149,7 +154,11 @@ class CudaRunner(LayerByLayer):
             outcome = self._graphs.run(hidden, block, first, last, taps, cos_sin)
             if outcome is not None:
                 return outcome
-        return self._launch(hidden, block, first, last, taps, cos_sin)
+        kind = bucket(min(block.rows, _MOST_ROWS)), type(block), block.backend
+        known = kind in self._launched
+        self._launched.add(kind)
+        with nullcontext() if known else FirstTimes.during():  # kernels are compiled for it
+            return self._launch(hidden, block, first, last, taps, cos_sin)
 
     def graphs(self, backend: str) -> str:
         return self._graphs.describe(backend)

@@ -66,6 +66,7 @@ class Service:
 
     def _scheduler(self) -> Scheduler:
         config = self.config
+        self.engine.warm_up(config.max_num_seqs)
         return Scheduler(self.engine, batch=config.max_num_seqs, cache_bytes=config.cache_bytes, prefixes=self.prefixes)
 
     @cached_property

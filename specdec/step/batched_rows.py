@@ -16,11 +16,13 @@ import numpy.typing as npt
 import torch
 
 from specdec.step import device_copies
-from specdec.step.block import MOST_REPLAYED, Block, Rows, Shared
+from specdec.step.block import Block, Rows, Shared
 from specdec.step.device_copies import Later
 from specdec.step.visibility import bucket
 
 __all__ = ["Batch", "rows_of"]
+
+_MOST_ROWS = 256  # in a graph; launched, each sequence of a batch takes launches of its own
 
 
 class Batch(Rows):
@@ -40,7 +42,7 @@ class Batch(Rows):
         self._brought = not any(block.apart for block in blocks)
         if self.again:
             rows = bucket(max(block.rows for block in blocks))
-            self.again = bucket(len(blocks)) * rows <= MOST_REPLAYED
+            self.again = bucket(len(blocks)) * rows <= _MOST_ROWS
 
     def send(self) -> None:
         """Copy to the device what this batch and its blocks need there, in one copy."""

@@ -77,3 +77,16 @@ def test_whole_sums_are_in_one_piece() -> None:
     rows, weight = torch.randn(3, 256).half(), torch.randn(64, 256).half()
     assert products.splits_of(64, 256, False) == 2
     assert products.product(rows, weight, None, whole=True).shape == (3, 64)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(40, 512, False), (24, 200, True)])
+def test_every_cut_of_a_product_gives_the_same_numbers(outputs: int, inputs: int, gated: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(outputs * (1 + gated), inputs, generator=generator).half()
+    rows = torch.randn(3, inputs, generator=generator).half()
+    cuts = products.cuts_of(outputs, inputs, gated, 16)
+    assert products.cut_of(outputs, inputs, gated, 16) in cuts
+    # Warps and stages are nothing to the interpreter.
+    found = [products.product(rows, weight, None, gated=gated, cut=cut) for cut in {c.tile: c for c in cuts}.values()]
+    assert len(found) > 1
+    assert all(torch.equal(one, found[0]) for one in found)

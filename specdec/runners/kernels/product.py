@@ -10,6 +10,7 @@ weight.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ import triton.language as tl
 
 from specdec.runners.kernels.launch import after_former, early, on_device
 
-__all__ = ["BUCKETS", "Cut", "buckets_of", "cut_of", "product", "splits_of"]
+__all__ = ["BUCKETS", "Cut", "buckets_of", "cut_of", "cuts_of", "product", "shared_of", "splits_of"]
 
 BUCKETS = (16, 32, 64, 128, 256)
 """Rows of activations in one program; more than the last are several programs' affair."""
@@ -142,8 +143,19 @@ def cut_of(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 22
     return Cut(tile, step, splits, warps, max(2, min(stages, (shared - 4096) // each)))
 
 
+def cuts_of(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 227 << 10) -> list[Cut]:
+    """The cuts of such a product that a device can run and that give the same numbers; :func:`cut_of` takes one."""
+    splits, found = splits_of(outputs, inputs, gated), []
+    for tile, warps, stages in itertools.product((32, 64, 128), (4, 8), (2, 3, 4, 5, 6)):
+        # All steps of a split are of one size, so that its range ends where it does.
+        step = _step(inputs)
+        if 2 * step * (tile * (2 if gated else 1) + bucket) * stages <= shared - 4096 and tile * bucket <= 1 << 14:
+            found.append(Cut(tile, step, splits, warps, stages))
+    return found
+
+
 @cache
-def _shared(device: torch.device) -> int:
+def shared_of(device: torch.device) -> int:
     """Bytes that a program may share on a device."""
     known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(known, "shared_memory_per_block_optin", 227 << 10))
@@ -168,7 +180,7 @@ def product(
     """
     rows, inputs = activations.shape
     outputs = len(weight) // (2 if gated else 1)
-    shared = _shared(activations.device)
+    shared = shared_of(activations.device)
     buckets = buckets_of(shared)
     bucket = next((size for size in buckets if rows <= size), buckets[-1])
     cut = cut or cut_of(outputs, inputs, gated, bucket, shared)

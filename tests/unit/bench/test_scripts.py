@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -215,6 +216,56 @@ def test_gpu_check_compares_every_drafter_s_texts(tmp_path: Path) -> None:
     names = {part.rpartition(", ")[2] for section, part in kept if section == "texts"}
     assert names == {"none", *sys.modules["scripts.gpu_bits"].DRAFTERS}
     assert not [part for part, figures in kept.items() if figures.get("differing") or "failed" in figures]
+
+
+def test_gpu_check_says_what_drafters_bring_and_what_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, out = load("gpu_check"), tmp_path / "check"
+    monkeypatch.setattr(sys.modules["scripts.gpu_rivals"], "DRAFTERS", ("prompt_lookup",))
+    script.main([*QUICK, "--out", str(out), "--only=drafting,rivals"])
+    kept = kept_in(out)
+    names = [f"T = {temperature}, {drafter}" for temperature in (0, 1) for drafter in ("none", "auto", "prompt_lookup")]
+    assert [part for section, part in kept if section == "drafting"] == names
+    assert all(kept["drafting", name]["differing"] == kept["drafting", name]["first_times"] == 0 for name in names)
+    assert kept["drafting", "T = 0, none"]["of_plain"] == 1
+    assert kept["rivals", "toy, transformers, dynamic cache"]["tokens_per_second"] > 0
+    assert "| texts that differ, under a policy | 0 | 0 | yes |" in out.with_suffix(".md").read_text()
+
+
+def test_gpu_check_times_products_under_triton_s_interpreter(tmp_path: Path) -> None:
+    """The parts that only a GPU runs, with its numbers' kernels."""
+    pytest.importorskip("triton")
+    script = load("gpu_check")
+    check = script.Check(script.options([*QUICK[:1], "--dtype=float16", *QUICK[2:], f"--out={tmp_path / 'check'}"]))
+    check.on_gpu = True
+    parts = dict(script.SECTIONS["products"](check))
+    found = next(work for part, work in parts.items() if "cuts of qkv" in part)()
+    assert found.keys() == {"1 rows", "64 rows"}
+    assert all(rows["its TB/s"] >= rows["of it"] > 0 for rows in found.values()), "what is taken is among them"
+    assert next(work for part, work in parts.items() if "qkv" in part)()["own"][64] > 0
+
+
+def test_a_dry_run_of_gpu_check_names_every_part_and_runs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, collected = load("gpu_check"), list[list[str]]()
+
+    def collecting(command: list[str], **_: Any) -> Any:
+        collected.append(command)
+        return subprocess.CompletedProcess(command, len(collected) - 1, stdout="tests/gpu/test_device.py: 5\n")
+
+    monkeypatch.setattr(script.subprocess, "run", collecting)
+    arguments = ["--dry-run", "--out", str(tmp_path / "check")]
+    with pytest.raises(SystemExit) as ended:
+        script.main(arguments)
+    assert ended.value.code is None
+    told = capsys.readouterr().out
+    assert {line.partition(",")[0] for line in told.splitlines()[:-1]} == script.SECTIONS.keys()
+    assert "rivals, mistral-7b, transformers, static cache and torch.compile" in told
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(SystemExit, match="test_device"):
+        script.main(arguments)
 
 
 def test_gpu_check_ends_within_ten_minutes() -> None:

@@ -12,6 +12,8 @@ from specdec import Engine, SamplingParams
 from specdec.costs.live_curve import LiveCosts
 from specdec.engine import sequence, step_observer
 from specdec.step import forward_passes
+from specdec.step.block import Block
+from specdec.step.first_time import FirstTimes
 from tests.launching import fused, launch
 from tests.models import new_model, prompt_of, settings_of
 from tests.tiers import each_once
@@ -66,3 +68,41 @@ def test_a_recording_of_ten_seconds_changes_no_decision(
     options = settings_of(drafter, target, tmp_path)[0]
     once, again = (decisions(monkeypatch, options, sampling, seconds, batch) for seconds in (0.0, 10.0))
     assert once == again
+
+
+WARMED = ("none", "lookahead", "token_recycling", "medusa", "kangaroo", "draft_model", "auto")
+
+
+@pytest.mark.parametrize("drafter", WARMED)
+def test_nothing_is_recorded_in_an_answer_after_a_warm_up(
+    drafter: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = launch(monkeypatch)
+    target = fused(new_model("llama", torch.float64))
+    for options in settings_of(drafter, target, tmp_path)[:2]:
+        engine, before = Engine(target, None, options, max_rows=32), len(recorder.made)
+        engine.warm_up(2)
+        made = len(recorder.made)
+        assert made - before < 100, "bounded"
+        outs = engine.generate_batch([prompt_of(9, seed) for seed in range(2)], 20, batch=2)
+        outs.append(engine.generate(prompt_of(9), 20))
+        assert len(recorder.made) == made, options
+        assert not any(step.first_time for out in outs for step in out.steps)
+
+
+def test_on_a_cpu_there_is_nothing_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = fused(new_model("llama", torch.float64))
+    monkeypatch.setattr(target, "forward", None)
+    Engine(target, None, "lookahead").warm_up(8)
+
+
+def test_the_first_launch_of_a_kind_is_a_first_time_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch)
+    target = fused(new_model("llama", torch.float64), attention="split")
+    counts = list[int]()
+    for rows in (3, 4, 9, 3, 10):
+        before = FirstTimes.seen
+        with target.active():
+            target.forward(Block(target.new_cache(capacity=1, rows=16), [1] * rows, device=target.device))
+        counts.append(FirstTimes.seen - before)
+    assert counts == [2, 0, 2, 0, 0]

@@ -262,8 +262,8 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
         decoding.prefill()
         cache = target.new_cache(capacity=300, rows=200)
         target.forward(Block(cache, [3] * 129, device=target.device))
-        caches = [target.new_cache(capacity=60, rows=40) for _ in range(3)]
-        target.forward(Batch([Block(cache, [3] * 33, device=target.device) for cache in caches]))  # 4 x 64
+        caches = [target.new_cache(capacity=80, rows=70) for _ in range(3)]
+        target.forward(Batch([Block(cache, [3] * 65, device=target.device) for cache in caches]))  # 4 x 128
     named = fused(new_model("llama", torch.float64), attention="split")
     assert Engine(named).generate(PROMPT, 4).token_ids == reference(target.model, PROMPT, 4)
     assert (len(recorder.made), sum(recorder.replays.values())) == (made, replays)
