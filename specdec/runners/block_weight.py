@@ -16,7 +16,7 @@ from specdec.native.formats import WeightFormat
 from specdec.native.library import library
 from specdec.native.types import PANEL, CPart, CProduct, Kind
 from specdec.runners.linear import PackedWeight
-from specdec.runners.memory_pages import HugePages, release_pages
+from specdec.runners.memory_pages import HugePages, release_pages, trim_heap
 
 __all__ = ["BlockRows", "BlockTensor", "BlockWeight", "in_bytes"]
 
@@ -161,6 +161,7 @@ class BlockWeight(PackedWeight):
                 torch.get_num_threads(),
             )
             part.release(first, last)
+        trim_heap()  # of blocks that were made for it: they leave free memory that nothing else fits into
         return panels
 
     def dequantised(self, first: int, last: int) -> Iterator[torch.Tensor]:

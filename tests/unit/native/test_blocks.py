@@ -212,6 +212,14 @@ def test_results_of_a_few_outputs_are_not_kept_one_by_one(monkeypatch: pytest.Mo
     assert len(kept) == 5
 
 
+def test_memory_that_a_part_took_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part by part: where blocks are made as they are read, as much as the panels was left otherwise."""
+    returned = list[int]()
+    monkeypatch.setattr("specdec.runners.block_weight.trim_heap", lambda: returned.append(1))
+    product = BlockWeight([blocks_of("NF4_64", 40, 64), blocks_of("NF4_64", 33, 64)], None, torch.bfloat16)
+    assert len(returned) == len(product.parts) == 2
+
+
 def test_rows_are_rounded_less_than_bfloat16_rounds_them() -> None:
     """Also where few inputs are a hundred times as large as the rest."""
     torch.manual_seed(0)
