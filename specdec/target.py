@@ -31,7 +31,7 @@ class TargetOutput:
         taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
     """
 
-    __slots__ = ("_hidden", "_logits", "_rows", "taps")
+    __slots__ = ("_hidden", "_logits", "_rows", "_scored", "taps")
 
     def __init__(
         self,
@@ -40,12 +40,18 @@ class TargetOutput:
         taps: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self._logits, self._hidden, self._rows = logits, hidden, _ALL
+        self._scored: tuple[Scores, int, int] | None = None  # a forward's scores, and which of its rows these are
         self.taps: Mapping[int, torch.Tensor] = {} if taps is None else taps
 
-    def part(self, first: int, last: int, scores: Scores | None, taps: Collection[int]) -> TargetOutput:
-        """Rows [first, last) with their ``scores``, and the hidden states of these ``taps``; cut when they are read."""
-        part = TargetOutput(scores, self._hidden)
-        part._rows = slice(first, last)
+    def part(
+        self, first: int, last: int, scored: tuple[Scores, int, int] | None, taps: Collection[int]
+    ) -> TargetOutput:
+        """Rows [first, last), and the hidden states of these ``taps``; cut when they are read.
+
+        ``scored``: the scores of the forward, and the range of this part's rows among them; None where it has none.
+        """
+        part = TargetOutput(None, self._hidden)
+        part._rows, part._scored = slice(first, last), scored
         if taps:
             part.taps = _Cut(self.taps, first, last, taps)
         return part
@@ -53,7 +59,22 @@ class TargetOutput:
     @property
     def logits(self) -> torch.Tensor | None:
         """[R, V] of the rows asked for, in the target's dtype; None where none were, or the forward left early."""
+        self._cut()
         return self._logits.logits if isinstance(self._logits, Scores) else self._logits
+
+    def _cut(self) -> None:
+        """Have the scores of these rows."""
+        if self._scored is not None and self._logits is None:
+            whole, first, last = self._scored
+            self._logits = whole.part(first, last)
+
+    def likeliest(self, rows: Sequence[int] | None) -> tuple[torch.Tensor, int, int]:
+        """As ``device_argmax`` of the scores of ``rows``, which are made only if they are read elsewhere."""
+        if self._scored is None:
+            return self.scores(rows).device_argmax()
+        whole, first, last = self._scored
+        argmax, before, _ = whole.device_argmax()
+        return argmax, before + first, before + last
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -62,6 +83,7 @@ class TargetOutput:
 
     def scores(self, rows: Sequence[int] | None) -> Scores:
         """The scores of the draft's ``rows`` that logits were asked for; None for all."""
+        self._cut()
         assert self._logits is not None
         if not isinstance(self._logits, Scores):
             return Scores(self._logits, rows)

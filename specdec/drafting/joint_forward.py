@@ -83,7 +83,7 @@ def forward_together(target: Target, parts: Sequence[ForwardRows], exit_layer: i
     first = scored = 0
     for part in ranked:
         last, wanted = first + part.block.rows, part.block.rows if part.rows is None else len(part.rows)
-        own = scores.part(scored, scored + wanted) if wanted and scores is not None else None
+        own = (scores, scored, scored + wanted) if wanted and scores is not None else None
         outputs[id(part)] = whole.part(first, last, own, part.taps)
         first, scored = last, scored + wanted
     return [outputs[id(part)] for part in parts]

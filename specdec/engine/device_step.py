@@ -49,11 +49,12 @@ class DeviceVerification(Verification):
         sampler: the sequence's sampler.
         session: the sequence's drafting session.
         top_k: how many of each scored row's likeliest tokens the session reads.
+        reads_scores: whether anything reads a verdict's scores.
     """
 
-    def __init__(self, sampler: Sampler, session: DraftSession, top_k: int) -> None:
+    def __init__(self, sampler: Sampler, session: DraftSession, top_k: int, *, reads_scores: bool = True) -> None:
         super().__init__(sampler)
-        self._top_k = top_k
+        self._top_k, self._reads_scores = top_k, reads_scores
         self._session = session if isinstance(session, ReadbackSession) else None
 
     def prepare(self, draft: Draft) -> Draft:
@@ -73,9 +74,9 @@ class DeviceVerification(Verification):
         sampler, late = self.sampler, draft.tokens if type(draft.tokens) is device_copies.Later else None
         if not sampler.takes_together:
             return None  # its processors read each row themselves
-        scores = output.scores(rows)
         if not (self._session or self._top_k > 1 or late or sampler.sample or sampler.processors):
-            return self._likeliest(draft, scores)
+            return self._likeliest(draft, rows, output)
+        scores = output.scores(rows)
         depths = self._process(draft, block, scores)
         rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
         read, judge = _read_of(rule, draft, scores, sampler)
@@ -103,15 +104,18 @@ class DeviceVerification(Verification):
         device = best.device
         return Readback([argmax, *(tensor.to(device) for tensor in tensors)], verdict_of)
 
-    def _likeliest(self, draft: Draft, scores: Scores) -> Readback:
+    def _likeliest(self, draft: Draft, rows: Sequence[int] | None, output: TargetOutput) -> Readback:
         """The readback of a greedy step without other reads: one tensor, the argmax of all sequences' rows."""
-        argmax, first, last = scores.device_argmax()
+        argmax, first, last = output.likeliest(rows)
 
         def verdict_of(found: Sequence[list[Any]]) -> Verdict:
             best = found[0][first:last]
-            scores.decided(best, best)
             # Of the root alone nothing is walked. A token below 0 stands for logits that are none, which match refuses.
-            alone = len(best) == 1 and best[0] >= 0
+            alone = last - first == 1 and best[0] >= 0
+            if alone and not self._reads_scores:
+                return Verdict([0], best)
+            scores = output.scores(rows)
+            scores.decided(best, best)
             verdict = Verdict([0], best) if alone else match(draft, scores, self.sampler)
             verdict.scores = scores
             return verdict

@@ -155,7 +155,8 @@ class SequenceState:
         self._session = session_of(self.drafter, self.context)
         self._asks = self.drafter.proposes or self._tells
         self._batched = isinstance(self._session, BatchedSession)
-        self._verification = _verification(target, self._sampler, self._session, self._top_k)
+        reads_scores = self._tells or request.logprobs is not None
+        self._verification = _verification(target, self._sampler, self._session, self._top_k, reads_scores)
         self.finish_reason: str | None = None
         activations = getattr(target, "options", {}).get("activations")
         self.stats = Statistics(prompt_tokens=len(tokens), lossy=sampling.lossy, activations=activations)
@@ -420,13 +421,15 @@ class SequenceState:
         return len(tokens)
 
 
-def _verification(target: Target, sampler: Sampler, session: DraftSession, top_k: int) -> Verification:
+def _verification(
+    target: Target, sampler: Sampler, session: DraftSession, top_k: int, reads_scores: bool
+) -> Verification:
     """How a sequence's drafts are verified: on the host, on a device, or by several processes together."""
     if isinstance(target, ShardedTarget):
         return ShardedVerification(target, sampler, top_k)
     apart = device_copies.is_apart(target.device) and device_copies.is_apart(target.head_device)
     if apart and not isinstance(target, ParallelTarget):
-        return DeviceVerification(sampler, session, top_k)
+        return DeviceVerification(sampler, session, top_k, reads_scores=reads_scores)
     return Verification(sampler)
 
 

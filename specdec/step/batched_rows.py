@@ -7,9 +7,9 @@ other sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +75,7 @@ class Batch(Rows):
         if not self.again:
             return {}
         if all(block.parents is None for block in blocks):
-            shapes = _chains(blocks, self._counts)
+            shapes = _chains(blocks, self._padding)
         else:
             shapes = {name: _stacked([block.shapes[name] for block in blocks]) for name in blocks[0].shapes}
         # Kernels divide by the slots of a padded sequence, too.
@@ -83,17 +83,13 @@ class Batch(Rows):
         return shapes
 
     @property
-    def _counts(self) -> npt.NDArray[np.int64]:
-        """The rows of each sequence."""
-        return np.array([block.rows for block, _, _ in self._parts], dtype=np.int64)
+    def _padding(self) -> _Padding:
+        return _padding(tuple([block.rows for block, _, _ in self._parts]))
 
     def _stacked(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays for all sequences: what kernels read, and the place of each row."""
-        sequences, rows, _ = self.shapes["closure"].shape
-        packed = np.flatnonzero(np.arange(rows) < self._counts[:, None])
-        spread = np.zeros(sequences * rows, dtype=np.int64)
-        spread[packed] = np.arange(self.rows)
-        return {"step": device_copies.packed(self.shapes), "spread": spread, "packed": packed}
+        padding = self._padding
+        return {"step": device_copies.packed(self.shapes), "spread": padding.spread, "packed": padding.packed}
 
     @property
     def ids(self) -> Sequence[int]:
@@ -132,23 +128,49 @@ def _positions(blocks: Sequence[Block]) -> npt.NDArray[np.int64]:
     return np.array([depths], dtype=np.int64)
 
 
-def _chains(blocks: Sequence[Block], counts: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+class _Padding(NamedTuple):
+    """What follows from the rows of each sequence alone, so that steps share it.
+
+    Attributes:
+        counts: [S] rows.
+        fits: [S, K] whether a place is a row's, for as many places as the longest has rows, padded to a bucket.
+        closure: [sequences, K, K] of chains, the sequences padded to a bucket.
+        spread, packed: see :class:`Batch`.
+    """
+
+    counts: npt.NDArray[np.int64]
+    fits: npt.NDArray[np.bool_]
+    closure: npt.NDArray[np.bool_]
+    spread: npt.NDArray[np.int64]
+    packed: npt.NDArray[np.int64]
+
+
+@lru_cache(maxsize=256)
+def _padding(counts: tuple[int, ...]) -> _Padding:
+    known = np.array(counts, dtype=np.int64)
+    sequences, rows = bucket(len(counts)), bucket(max(counts))
+    fits = np.arange(rows) < known[:, None]
+    closure = np.zeros((sequences, rows, rows), dtype=np.bool_)
+    closure[: len(counts)] = np.tri(rows, dtype=np.bool_) & fits[:, :, None] & fits[:, None]
+    packed, spread = np.flatnonzero(fits), np.zeros(sequences * rows, dtype=np.int64)
+    spread[packed] = np.arange(len(packed))
+    found = _Padding(known, fits, closure, spread, packed)
+    for array in found:
+        array.flags.writeable = False
+    return found
+
+
+def _chains(blocks: Sequence[Block], padding: _Padding) -> dict[str, npt.NDArray[Any]]:
     """The blocks' arrays, stacked and padded as by :func:`_stacked`; of chains they follow from lengths alone."""
-    sequences, rows = bucket(len(blocks)), bucket(int(counts.max()))
+    sequences, rows, _ = padding.closure.shape
     known = np.array([block.length + block.first for block in blocks], dtype=np.int64)
-    row, own = np.arange(rows), slice(len(blocks))
-    fits = row < counts[:, None]
-    arrays: dict[str, npt.NDArray[Any]] = {
-        "counts": np.zeros((sequences, 3), dtype=np.int64),
-        "table": np.empty((sequences, *blocks[0].cache.table.shape), dtype=np.int64),
-        "places": np.zeros((sequences, rows), dtype=np.int64),
-        "closure": np.zeros((sequences, rows, rows), dtype=np.bool_),
-    }
-    arrays["counts"][own, 0], arrays["counts"][own, 2] = known, counts
-    np.concatenate([block.cache.table for block in blocks], out=arrays["table"][own].reshape(-1, 3))
-    arrays["places"][own] = (known[:, None] + row) * fits
-    arrays["closure"][own] = np.tri(rows, dtype=np.bool_) & fits[:, :, None] & fits[:, None]
-    return arrays
+    counts, places = np.zeros((sequences, 3), dtype=np.int64), np.zeros((sequences, rows), dtype=np.int64)
+    own = slice(len(blocks))
+    counts[own, 0], counts[own, 2] = known, padding.counts
+    places[own] = known[:, None] if rows == 1 else (known[:, None] + np.arange(rows)) * padding.fits
+    table = np.empty((sequences, *blocks[0].cache.table.shape), dtype=np.int64)
+    np.concatenate([block.cache.table for block in blocks], out=table[own].reshape(-1, 3))
+    return {"counts": counts, "table": table, "places": places, "closure": padding.closure}
 
 
 def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

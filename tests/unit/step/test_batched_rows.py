@@ -65,8 +65,7 @@ def test_a_block_of_a_batch_has_what_it_has_alone(trees: Sequence[Sequence[int]]
 
 def test_chains_are_stacked_as_trees_are() -> None:
     blocks = blocks_of([(-1,), (-1, 0, 1), (-1, 0)])
-    counts = np.array([block.rows for block in blocks])
-    found = batched_rows._chains(blocks, counts)
+    found = batched_rows._chains(blocks, Batch(blocks)._padding)
     for name, array in blocks[0].shapes.items():
         expected = batched_rows._stacked([block.shapes[name] for block in blocks])
         assert found[name].dtype == expected.dtype == array.dtype

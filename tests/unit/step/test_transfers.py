@@ -37,7 +37,7 @@ from specdec.step import device_copies
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
 from specdec.step.tree import ancestors
-from tests.fakes import Alternating
+from tests.fakes import Alternating, Reciter
 from tests.launching import fused, launch
 from tests.models import VOCAB, new_model, prompt_of, random_adapter, settings_of, target_of
 from tests.property.trees import parent_lists
@@ -645,3 +645,14 @@ def test_a_number_that_is_none_is_refused(request: pytest.FixtureRequest) -> Non
         assert sampler.token(scores, 1, [0]) in (0, 1, 2)
         with pytest.raises(NumericalError, match="logits are no distribution"):
             sampler.token(scores, 0, [])
+
+
+@pytest.mark.parametrize("drafter", ["none", "prompt_lookup"])
+def test_log_probabilities_are_those_of_the_host(drafter: str, request: pytest.FixtureRequest) -> None:
+    """Greedily nothing else reads the scores of a step of one row."""
+    prompts = [prompt_of(20, seed) for seed in range(3)]
+    engine = Engine(Reciter(lambda text: (text[-1] * 7 + len(text) // 9) % VOCAB), None, drafter, max_rows=8)
+    expected = [one.logprobs for one in engine.generate_batch(prompts, 12, logprobs=2, batch=3)]
+    request.getfixturevalue("transfers")
+    assert [one.logprobs for one in engine.generate_batch(prompts, 12, logprobs=2, batch=3)] == expected
+    assert engine.generate(prompts[0], 12, logprobs=2).logprobs == expected[0]
