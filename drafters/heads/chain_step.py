@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from drafters.heads.layers import LayerStep, Linear, embedding_of, normed, product, rotary_of, specs_of
+from drafters.heads.native_chain import NativeChain
 from drafters.heads.weights import Chain
 from specdec.runners.attention import attend, attend_all
 from specdec.runners.linear import linear_kernel
@@ -67,7 +68,9 @@ class ChainStep:
         self._head = linear_kernel(head.lm_head.weight.detach()) if config.own_head else target_head
         self._fc = product(head.fc) if config.kind == "eagle" or config.fused else None
         layers: list[Any] = [*head.layers]
-        self._layers = [LayerStep(layer, config) for layer in layers]
+        self._rotary = rotary_of(config, self.device)
+        self._native = NativeChain.of(head, self._head, self._rotary)
+        self._layers = [] if self._native is not None else [LayerStep(layer, config) for layer in layers]
         self._norms = [
             (
                 layer.input_layernorm.weight.detach() if hasattr(layer, "input_layernorm") else None,
@@ -77,11 +80,16 @@ class ChainStep:
         ]
         first = layers[0]
         self._hidden_norm = first.hidden_norm.weight.detach() if config.wide else None
+        self._gains: torch.Tensor | None = None
+        before = self._norms[0][0]
+        if self._native is not None and before is not None and self._hidden_norm is not None:
+            pair = torch.stack((before, self._hidden_norm))
+            self._gains = (pair if pair.dtype is torch.float64 else pair.float()) * config.width**0.5
+            self._floor = torch.tensor((config.width * config.norm_eps) ** 0.5, dtype=self._gains.dtype)
         self._last_norm = None if config.kind == "eagle" else head.norm.weight.detach()
         norms: Any = [] if config.norm_inputs == "none" else head.fc_norm if config.norm_inputs == "each" else None
         norms = [head.input_norm] if norms is None else norms
         self._input_norms = [norm.weight.detach() for norm in norms]
-        self._rotary = rotary_of(config, self.device)
         self.specs = specs_of(config, self.device, self.dtype)
         mask = head.mask_hidden.detach()[None] if config.kind == "peagle" else None
         self.mask_state = None if mask is None else self.fused(mask)
@@ -113,18 +121,37 @@ class ChainStep:
             if one.states is not None:
                 parts.append(one.states)
         states = torch.cat(parts)
-        rows = rows_of([one.block for one in brought])
-        hidden = self._run(rows, self.embedded(rows.ids), states, [one.asked for one in brought])
-        last = hidden if self._last_norm is None else normed(hidden, self._last_norm, self.config.norm_eps)
-        logits, onward = self._head(last), last if self.config.norm_output else hidden
-        sizes = [one.asked for one in brought]
-        return [Guess(*part) for part in zip(torch.split(logits, sizes), torch.split(onward, sizes), strict=True)]
+        rows, asked = rows_of([one.block for one in brought]), [one.asked for one in brought]
+        embedded = self.embedded(rows.ids)
+        logits: torch.Tensor | None = None
+        if self._native is not None:
+            logits, onward = self._native.guess(rows, *self._inputs(embedded, states), _wanted(rows, asked))
+        else:
+            onward = self._run(rows, embedded, states, asked)
+        if logits is None:
+            last = onward if self._last_norm is None else normed(onward, self._last_norm, self.config.norm_eps)
+            logits, onward = self._head(last), last if self.config.norm_output else onward
+        if len(brought) == 1:
+            return [Guess(logits, onward)]
+        return [Guess(*part) for part in zip(torch.split(logits, asked), torch.split(onward, asked), strict=True)]
+
+    def _inputs(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the first layer's attention reads, [T, W] or [T, 2 W]; and what its stream has beside that."""
+        if self._hidden_norm is None:
+            assert self._fc is not None
+            return self._fc(torch.cat((embedded, states), -1)), None
+        assert self._gains is not None
+        both = torch.stack((embedded, states), 1)  # [T, 2, W]
+        both = both if both.dtype in (torch.float32, torch.float64) else both.float()
+        # As FusedNorm does it: torch's own norm is one call made of nine operations.
+        length = torch.linalg.vector_norm(both, dim=-1, keepdim=True)
+        inputs = (both * self._gains).div_(length.hypot_(self._floor)).to(states.dtype)
+        return inputs.flatten(1), None if self.config.norm_before_residual else states - inputs[:, 1]
 
     def _run(self, rows: Rows, embedded: torch.Tensor, states: torch.Tensor, asked: Sequence[int]) -> torch.Tensor:
         """[N, W] states of the asked rows, the last ones of each part, before the last norm."""
         eps, (cos, _, signed_sin) = self.config.norm_eps, self._rotary.look_up(rows, embedded)
-        angles, ends = (cos, signed_sin), accumulate(part.rows for part, _, _ in rows.parts)
-        wanted = [row for end, count in zip(ends, asked, strict=True) for row in range(end - count, end)]
+        angles, wanted = (cos, signed_sin), _wanted(rows, asked)
         residual = states
         if self.config.kind == "eagle":
             assert self._fc is not None
@@ -169,3 +196,9 @@ class ChainStep:
             else:
                 found.append(attend(queries, block, place, self.config.head_dim**-0.5)[:, :, -count:])
         return torch.cat(found, 2)
+
+
+def _wanted(rows: Rows, asked: Sequence[int]) -> list[int]:
+    """The last rows of each part, as many as are asked for."""
+    ends = accumulate(part.rows for part, _, _ in rows.parts)
+    return [row for end, count in zip(ends, asked, strict=True) for row in range(end - count, end)]

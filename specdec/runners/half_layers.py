@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from specdec.runners.native_layers import NativeLayer, Reading
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
 
-__all__ = ["HalfLayer", "Part", "half_layers", "native_half_layers"]
+__all__ = ["Beside", "HalfLayer", "Part", "attention_alone", "half_layers", "mlp_alone", "native_half_layers"]
 
 _NARROW = 16  # the least width of a head and of an MLP that native layers take
 Part = Literal["attention", "mlp"]
@@ -82,33 +83,53 @@ def half_layers(maker: RunnerMaker, without: Part) -> LayerByLayer | None:
 
 def native_half_layers(runner: NativeRunner, without: Part) -> NativeRunner:
     """A runner of native layers without one of their parts."""
-    first = runner.layers[0]
-    size, dtype = len(first.norms[0]), first.products[0].dtype
-
-    def zeros(outputs: int, inputs: int) -> PackedWeight:
-        return PackedWeight(torch.zeros(outputs, inputs, dtype=dtype))
-
     if without == "mlp":
-        gate_up, down = zeros(2 * _NARROW, size), zeros(size, _NARROW)
-        made = [replace(own, products=(*own.products[:2], gate_up, down), experts=None) for own in runner.layers]
-        return runner.of(made)
+        return runner.of([attention_alone(layer) for layer in runner.layers])
+    made = _WithoutAttention.__new__(_WithoutAttention)
+    made.__dict__ = runner.of([mlp_alone(layer) for layer in runner.layers]).__dict__
+    made._beside = Beside(len(runner.layers), runner.layers[0].products[0].dtype)
+    return made
+
+
+def attention_alone(layer: NativeLayer) -> NativeLayer:
+    """A native layer whose MLP is narrow and adds zeros."""
+    size, dtype = len(layer.norms[0]), layer.products[0].dtype
+    gate_up, down = _zeros(2 * _NARROW, size, dtype), _zeros(size, _NARROW, dtype)
+    return replace(layer, products=(*layer.products[:2], gate_up, down), experts=None)
+
+
+def mlp_alone(layer: NativeLayer) -> NativeLayer:
+    """A native layer whose attention is narrow and adds zeros; it runs on the rows of a :class:`Beside`."""
+    size, dtype = len(layer.norms[0]), layer.products[0].dtype
+    products = (_zeros(3 * _NARROW, size, dtype), _zeros(size, _NARROW, dtype), *layer.products[2:])
     narrow: dict[str, Any] = {"heads": (1, 1), "head_dim": _NARROW, "head_norm": None, "cap": 0.0, "rotary_table": 0}
-    qkv, out = zeros(3 * _NARROW, size), zeros(size, _NARROW)
-    made = [replace(own, products=(qkv, out, *own.products[2:]), **narrow) for own in runner.layers]
-    return _WithoutAttention.around(runner, made, dtype)
+    return replace(layer, products=products, **narrow)
+
+
+@cache
+def _zeros(outputs: int, inputs: int, dtype: torch.dtype) -> PackedWeight:
+    return PackedWeight(torch.zeros(outputs, inputs, dtype=dtype))
+
+
+class Beside:
+    """What a narrow attention that adds zeros looks at and stores to: rows of zeros in a cache of their own."""
+
+    def __init__(self, layers: int, dtype: torch.dtype) -> None:
+        self._specs = [LayerSpec(1, _NARROW, _NARROW, None, torch.device("cpu"), dtype)] * layers
+        self._made = dict[int, tuple[Block, torch.Tensor]]()
+
+    def rows(self, count: int) -> tuple[Block, torch.Tensor]:
+        """A block of so many rows, and rotary positions [count, d] for them."""
+        if count not in self._made:
+            cache = KVCache(self._specs, capacity=count, rows=count)
+            self._made[count] = Block(cache, [0] * count), torch.zeros(count, _NARROW)
+        return self._made[count]
 
 
 class _WithoutAttention(NativeRunner):
-    """Native layers whose narrow attention looks at zeros, and stores zeros in a cache of its own."""
+    """Native layers of MLPs alone."""
 
-    _specs: list[LayerSpec]
-
-    @classmethod
-    def around(cls, runner: NativeRunner, layers: list[NativeLayer], dtype: torch.dtype) -> _WithoutAttention:
-        made = object.__new__(cls)
-        made.__dict__ = runner.of(layers).__dict__
-        made._specs = [LayerSpec(1, _NARROW, _NARROW, None, torch.device("cpu"), dtype)] * len(layers)
-        return made
+    _beside: Beside
 
     def run(
         self,
@@ -119,6 +140,5 @@ class _WithoutAttention(NativeRunner):
         taps: Collection[int],
         reading: Reading | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        alone = Block(KVCache(self._specs, capacity=block.rows, rows=block.rows), [0] * block.rows)
-        angles = torch.zeros(block.rows, _NARROW)
+        alone, angles = self._beside.rows(block.rows)
         return self._native.run(hidden, alone, angles, angles, first, last, taps)
