@@ -17,7 +17,7 @@ import torch
 
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.policy import RowPolicy
-from specdec.errors import SpecdecWarning
+from specdec.errors import ConfigError, SpecdecWarning
 from specdec.sampling.noise import Noise
 from specdec.sampling.scores import Scores
 from specdec.settings.sampling_params import SamplingParams
@@ -215,6 +215,9 @@ class DrafterBase:
     """Base class of drafters with a config, with defaults for a drafter's attributes, see :class:`Drafter`.
 
     ``Config`` is a frozen, keyword-only dataclass that checks itself; its fields are the drafter's options.
+
+    Raises:
+        ConfigError: no config is given, and the class has no ``Config``.
     """
 
     name: str
@@ -236,6 +239,11 @@ class DrafterBase:
             cls.top_k = cls.__dict__["likeliest"]
 
     def __init__(self, config: Any = None) -> None:
+        if config is None and not hasattr(self, "Config"):
+            raise ConfigError(
+                f"drafter {type(self).__name__} has no Config; give the class one, a frozen dataclass whose fields are "
+                "its options, empty where it has none"
+            )
         self.config = self.Config() if config is None else config
 
     @classmethod

@@ -38,7 +38,7 @@ def _is_device(value: Any) -> bool:
 
 
 def _is_drafter(value: Any) -> bool:
-    return isinstance(value, str | Mapping) or (hasattr(value, "start") and not isinstance(value, type))
+    return isinstance(value, str | Mapping) or (callable(getattr(value, "start", None)) and not isinstance(value, type))
 
 
 def _is_ids(value: Any) -> bool:
@@ -58,12 +58,13 @@ _Text = Annotated[str, MinLen(1)]
 _Function = Annotated[Callable[..., Any], "a function"]
 _Flag = Annotated[bool, "True or False"]
 _Name = Annotated[str, "a name"]
+_DRAFTER = "a name, {'name': ..., **options}, or a drafter: an object with start, not its class"
 
 ARGUMENTS: Mapping[str, Any] = {
     # Engine
     "target": Annotated[Any, having("forward", "new_cache", "active"), "a Target, such as TransformersTarget(model)"],
     "tokenizer": Annotated[Any, having("decode"), "a tokenizer of transformers, or None"],
-    "drafter": Annotated[Any, Predicate(_is_drafter), "a name, {'name': ..., **options}, or a drafter"],
+    "drafter": Annotated[Any, Predicate(_is_drafter), _DRAFTER],
     "max_rows": Annotated[int, Ge(1), Le(MAX_ROWS), f"an integer from 1 to {MAX_ROWS}"],
     "prefill_chunk": Annotated[int, Ge(1), "an integer >= 1, or None"],
     "policy": Annotated[str | os.PathLike[str], "off, acceptance, or the path of a cost file"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,37 @@ def test_a_drafter_stands_for_itself_and_nothing_else_does(tiny_engine: Engine) 
     assert make_drafter(drafter, tiny_engine.target) is drafter
     with pytest.raises(ConfigError, match=r"drafter is 7; it must be a name, \{'name': ..., \*\*options\}, or "):
         make_drafter(7, tiny_engine.target)  # type: ignore[arg-type]
+
+
+class Bare(DrafterBase):
+    """A drafter whose author forgot its Config."""
+
+    name = "bare"
+
+    def start(self, context: Context) -> DraftSession:
+        raise AssertionError
+
+
+class Idle(DrafterBase):
+    """And one whose author forgot what it is for."""
+
+    name = "idle"
+    Config = dict
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Bare, "drafter Bare has no Config; give the class one, a frozen dataclass"),
+        (lambda: Bare.build(None, None), "drafter Bare has no Config; give the class one"),  # type: ignore[arg-type]
+        (lambda: Bare, "Bare'>, of type type; it must be a name, .* or a drafter: an object with start, not its class"),
+        (Idle, "of type Idle; it must be a name, .*, or a drafter: an object with start"),
+        (lambda: {"name": "union", "parts": [Bare]}, "not its class"),
+    ],
+)
+def test_a_drafter_that_lacks_something_is_named(make: Callable[[], object], message: str, tiny_engine: Engine) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_engine.with_drafter(make())  # type: ignore[arg-type]
 
 
 def test_a_package_that_raises_on_import_is_named(install: Install) -> None:
