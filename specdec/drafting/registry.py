@@ -7,7 +7,10 @@ needs a ``name``, a ``Config`` dataclass and ``build(config, target)``. A class 
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -36,6 +39,13 @@ DrafterSpec = str | Mapping[str, Any] | Drafter
 
 
 def _entries() -> dict[str, EntryPoint]:
+    """Entry points by name; after a change of the folders to import from they are read again, which takes a while."""
+    folders = [folder or "." for folder in sys.path]
+    return _read(tuple((folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.exists(folder)))
+
+
+@lru_cache(1)
+def _read(folders: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
