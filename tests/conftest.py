@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from specdec.settings.files import cache_folder
 
 if TYPE_CHECKING:
     from specdec import Engine
@@ -40,14 +45,43 @@ def pytest_configure(config: pytest.Config) -> None:
     transformers.logging.disable_progress_bar()
 
 
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what is there for good: a look at all imported objects takes half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the tests measure and compile stays out of the user's cache folder; workers and child processes share it."""
+    """What the tests measure and keep stays out of the user's cache folder; workers and child processes share it.
+
+    It begins with a copy of the user's native library, as to compile it takes 20 seconds of a processor.
+    """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
     with pytest.MonkeyPatch.context() as patch:
+        library = _native_library()
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        for file in library:
+            _copy_into(cache_folder() / "native", file)
         yield
+
+
+def _native_library() -> list[Path]:
+    """The compiled library and the notes that hold its hash; empty without a compiler."""
+    from specdec.native.library import library
+
+    loaded = library()
+    path = Path("" if loaded is None else loaded._name)
+    notes = path.parent.glob("*.sha256")
+    return [path, *(note for note in notes if note.read_text() in path.name)] if loaded is not None else []
+
+
+def _copy_into(folder: Path, file: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    copy = folder / f"{os.getpid()}-{file.name}"  # another worker copies it, too
+    shutil.copy2(file, copy)
+    copy.replace(folder / file.name)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +91,7 @@ def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measuring, "_QUICK_SECONDS", 0.1)
     monkeypatch.setattr(measuring, "thread_time", count(step=10**9).__next__)
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # a benchmark ends with it, see pytest_collection_finish
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,8 @@ from specdec.settings.sampling_params import SamplingParams
 from specdec.settings.validation import read_json
 from tests.models import new_model
 
+UNFREEZE = gc.unfreeze  # no test calls it otherwise, see tests/conftest.py
+
 QUESTIONS = [
     {"question_id": 1, "category": "completion", "turns": ["import os\nimport sys\nimport os\nimport"]},
     {"question_id": 2, "category": "tests", "turns": ["class ATest(unittest.TestCase):\n", "    def test_b(self):\n"]},
@@ -250,6 +252,7 @@ def texts(folder: RunFolder) -> dict[str, dict[int | str, list[list[int]]]]:
     return found
 
 
+@pytest.mark.slow
 def test_several_at_once_write_what_one_by_one_writes(
     make: Make, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -674,8 +677,10 @@ def test_missing_answers_are_an_error(make: Make, tiny_engine: Engine) -> None:
 
 def test_what_was_there_before_is_not_swept_while_systems_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look through all objects of models and libraries would be counted to who answers just then."""
-    run, frozen, before = make(drafters=["none"]), list[int](), gc.get_freeze_count()
+    run, frozen = make(drafters=["none"]), list[int]()
     answer = run._answer
+    monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
+    gc.unfreeze()
 
     def noted(*args: Any) -> Any:
         frozen.append(gc.get_freeze_count())
@@ -683,5 +688,6 @@ def test_what_was_there_before_is_not_swept_while_systems_answer(make: Make, mon
 
     monkeypatch.setattr(run, "_answer", noted)
     run.run()
-    assert min(frozen) > before + 10_000
-    assert gc.get_freeze_count() == before
+    assert min(frozen) > 10_000
+    assert gc.get_freeze_count() == 0
+    gc.freeze()

@@ -18,7 +18,7 @@ from specdec.drafting.registry import drafter_names
 from specdec.errors import ConfigError, NumericalError
 from tests.fakes import Oracle
 from tests.models import PAD, VOCAB, greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
-from tests.tiers import matrix
+from tests.tiers import FEW, matrix
 
 FAMILY = "mistral"
 PROMPT = prompt_of(9)
@@ -51,7 +51,7 @@ GREEDY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("drafter", "case"), matrix(drafter_names(), tuple(GREEDY)))
+@pytest.mark.parametrize(("drafter", "case"), matrix(drafter_names(), tuple(GREEDY), first=FEW))
 def test_greedy(drafter: str, case: str, tmp_path: Path) -> None:
     options = GREEDY[case]
     expected = reference(model_of(FAMILY), PROMPT, **{"max_new_tokens": NEW, **options})
@@ -85,7 +85,7 @@ def sampled(case: str, seed: int) -> Any:
     return generate("none", ours={"seed": seed}, do_sample=True, **SAMPLED[case]).tolist()
 
 
-@pytest.mark.parametrize(("drafter", "case"), matrix(drafter_names(), tuple(SAMPLED)))
+@pytest.mark.parametrize(("drafter", "case"), matrix(drafter_names(), tuple(SAMPLED), first=FEW))
 def test_sampling_is_one_text_per_seed(drafter: str, case: str, tmp_path: Path) -> None:
     options = {"do_sample": True, **SAMPLED[case]}
     for seed in (0, 1):

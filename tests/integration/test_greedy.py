@@ -13,7 +13,7 @@ from specdec import Context, Engine, Generation, Observation
 from specdec.drafting.registry import drafter_names
 from tests.fakes import Oracle, Spy
 from tests.models import FAMILIES, WINDOWS, greedy, model_of, prompt_of, reference, settings_of, target_of
-from tests.tiers import each_once, matrix
+from tests.tiers import FEW, each_once, matrix
 
 PROMPTS = [prompt_of(1), prompt_of(2), prompt_of(7), prompt_of(40)]
 NEW = 50
@@ -129,7 +129,7 @@ def test_trees_around_the_truth(family: str, attention: str, execution: str) -> 
     assert lengths == {1, 2, 3, 4, 5, 6, 7}
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("drafter", matrix(drafter_names(), first=FEW))
 def test_no_room_is_plain_decoding(drafter: str, tmp_path: Path) -> None:
     target = target_of("mistral")
     for settings in settings_of(drafter, target, tmp_path):

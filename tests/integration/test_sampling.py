@@ -22,7 +22,7 @@ from specdec.drafting.registry import drafter_names, make_drafter
 from tests.fakes import Oracle, Spy
 from tests.joint import assert_joint, five_token_target, joint_of
 from tests.models import VOCAB, prompt_of, settings_of, target_of
-from tests.tiers import each_once, matrix
+from tests.tiers import FEW, each_once, matrix
 
 SAMPLED = ("llama", "mistral", "gemma3")  # gemma3 is run by its own modules, the others fused
 PROMPT = prompt_of(7)
@@ -66,7 +66,10 @@ def plain(family: str, case: str, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "case"), matrix([name for name in drafter_names() if name != "none"], tuple(CASES))
+    ("drafter", "case"),
+    matrix(
+        [name for name in drafter_names() if name != "none"], tuple(CASES), first=(*FEW, "eagle", "token_recycling")
+    ),
 )
 def test_drafter_changes_no_draw(drafter: str, case: str, tmp_path: Path) -> None:
     for first, family in enumerate(SAMPLED):

@@ -14,6 +14,7 @@ from specdec.drafting.registry import drafter_names
 from specdec.models.transformers_target import TransformersTarget
 from tests.fakes import Oracle, Spy
 from tests.models import greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
+from tests.tiers import FEW, matrix
 
 FAMILY = "mistral"
 PROMPT = prompt_of(7)
@@ -81,7 +82,7 @@ def test_stop_tokens_end_a_text_as_end_tokens_do(at: int) -> None:
     assert (also.token_ids, also.finish_reason) == (expected, "eos")
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("drafter", matrix(drafter_names(), first=FEW))
 def test_eos_under_every_drafter(drafter: str, tmp_path: Path) -> None:
     text = greedy(FAMILY, PROMPT, NEW)
     for first, second in ((3, 9), (12, 11), (25, 30)):

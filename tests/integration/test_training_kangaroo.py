@@ -230,7 +230,7 @@ def test_losses() -> None:
     torch.testing.assert_close(hard, -torch.log_softmax(guess, -1)[range(5), wanted.argmax(-1)].sum())
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_training_helps_and_serves(model_folder: Path, talks: Path, tmp_path: Path, precision: str) -> None:
     config = parse(Config, values(model_folder, talks, tmp_path, log_every=1, precision=precision), where="test")
     best = run(config)

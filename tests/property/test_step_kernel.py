@@ -161,7 +161,11 @@ def test_rows_see_their_ancestors_and_the_window(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("size", "precision"),
-    each_once([(21, 45), (700, 3), (0, 45)], [(torch.float32, 1e-6), (torch.float16, 4e-3)]),
+    [
+        *each_once([(21, 45), (700, 3)], [(torch.float32, 1e-6), (torch.float16, 4e-3)]),
+        pytest.param((0, 45), (torch.float32, 1e-6), marks=pytest.mark.slow),
+        pytest.param((0, 45), (torch.float16, 4e-3), marks=pytest.mark.slow),
+    ],
 )
 def test_more_rows_and_keys_than_one_program_takes(size: tuple[int, int], precision: tuple[torch.dtype, float]) -> None:
     """Several programs beside each other over rows, over heads and over keys; half precision stays near."""

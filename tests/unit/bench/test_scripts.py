@@ -367,6 +367,7 @@ def test_prompts_of_all_kinds_are_put_together_of_what_was_written(tmp_path: Pat
     assert "conversation 1" in str(run.invoke(app, arguments).exception)
 
 
+@pytest.mark.slow
 def test_a_text_is_played_back_without_forwards(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

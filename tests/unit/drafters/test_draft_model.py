@@ -22,6 +22,7 @@ from specdec.step import device_copies
 from specdec.step.forward_passes import alone
 from tests.fakes import Spy
 from tests.models import greedy, model_of, new_model, prompt_of, target_of
+from tests.tiers import each_once
 
 
 def stranger(family: str = "llama") -> TransformersTarget:
@@ -205,8 +206,7 @@ def padded(model: TransformersTarget, rows: int, folder: Path) -> dict[str, Any]
     return {"name": "draft_model", "model": str(folder), "min_confidence": 0.0, "check_tokenizer": False}
 
 
-@pytest.mark.parametrize("device", ["host", "apart"])
-@pytest.mark.parametrize("rows", [-9, 9])
+@pytest.mark.parametrize(("device", "rows"), each_once(["apart", "host"], [-9, 9]))
 def test_what_both_vocabularies_have_is_drafted(
     rows: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from specdec import Engine
 from specdec.step.cache import KVCache, LayerSpec
 from tests.fakes import Oracle, Spy
 from tests.models import VOCAB, WINDOW, greedy, model_of, prompt_of, target_of
+from tests.tiers import each_once
 
 ROWS = 12
 PROMPT = prompt_of(5)
@@ -91,8 +92,7 @@ def test_commit_gathers_rows_that_lie_apart() -> None:
             assert tensor[0, 1, cache.groups[0].index((seen.start, seen.stop)), 3].tolist() == expected[seen.start :]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "split", "auto"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(("family", "attention"), each_once(["llama", "mistral", "gemma2"], ["sdpa", "split", "auto"]))
 def test_chunks_of_the_prompt_change_nothing(family: str, attention: str) -> None:
     prompt = prompt_of(61)
     for chunk in (1, 3, WINDOW, 20, 60, 500, None):

@@ -21,7 +21,8 @@ from specdec.native import library as native
 from specdec.settings.files import digest_of, held
 from tests import models
 
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+LIBRARY = native.library()
+needs_compiler = pytest.mark.skipif(LIBRARY is None, reason="no C compiler")
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 PLANTED = """
 #include <stdio.h>
@@ -38,12 +39,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     native.library.cache_clear()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def built() -> Path:
     """The library that this machine has compiled for itself; tests keep copies of it and load them."""
-    library = native.library()
-    assert library is not None
-    return Path(library._name)
+    assert LIBRARY is not None
+    return Path(LIBRARY._name)
 
 
 @pytest.fixture

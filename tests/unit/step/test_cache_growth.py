@@ -12,7 +12,7 @@ from specdec.drafting.registry import drafter_names
 from specdec.native.library import library
 from specdec.step.cache import KVCache, LayerSpec
 from tests.models import greedy, new_model, prompt_of, reference, settings_of, target_of
-from tests.tiers import matrix
+from tests.tiers import FEW, matrix
 
 SPEC = LayerSpec(heads=2, key_dim=4, value_dim=3, window=None, device=torch.device("cpu"), dtype=torch.float64)
 RING = LayerSpec(heads=2, key_dim=4, value_dim=3, window=40, device=torch.device("cpu"), dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_memory_follows_the_text_and_not_the_promise() -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("drafter", "family"), matrix(drafter_names(), ["llama", "mistral", "gemma3"]))
+@pytest.mark.parametrize(("drafter", "family"), matrix(drafter_names(), ["llama", "mistral", "gemma3"], first=FEW))
 def test_text_over_every_growth(drafter: str, family: str, tmp_path: Path) -> None:
     target = target_of(family)
     for options in settings_of(drafter, target, tmp_path)[:2]:
