@@ -75,10 +75,11 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "olmoe": ("Olmoe", "OlmoeConfig", {**BASE, "hidden_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
 }
 MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
-FAMILIES = tuple(family for family in _FAMILIES if family != "gemma")  # whose parts the other two have
+FAMILIES = tuple(family for family in _FAMILIES if family not in ("gemma", "olmoe"))  # whose parts others have
 
 WINDOWS = {
     "llama": [None, None, None],

@@ -12,12 +12,17 @@ static int64_t room_for_attention(const Shape *m, int64_t keys) {
 static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row, int64_t slot, const float *cosines,
                       const float *sines) {
     const int64_t dim = m->head_dim, turned = m->query_heads + m->key_heads;
+    const int64_t queries = m->query_heads * dim;
+    if (l->head_norm && l->norms_all) {
+        norm(row, l->head_norm, row, queries, l->head_epsilon);
+        norm(row + queries, l->head_norm + queries, row + queries, m->key_heads * dim, l->head_epsilon);
+    }
     for (int64_t h = 0; h < turned; h++) {
-        if (l->head_norm) norm(row + h * dim, l->head_norm + h * dim, row + h * dim, dim, l->head_epsilon);
+        if (l->head_norm && !l->norms_all) norm(row + h * dim, l->head_norm + h * dim, row + h * dim, dim, l->head_epsilon);
         rotate(row + h * dim, cosines, sines, dim);
     }
-    for (int64_t i = 0; i < m->query_heads * dim; i++) row[i] *= l->scale;
-    if (attends_in_pairs(m)) narrow_all(row, row, m->query_heads * dim);
+    for (int64_t i = 0; i < queries; i++) row[i] *= l->scale;
+    if (attends_in_pairs(m)) narrow_all(row, row, queries);
     for (int64_t h = 0; h < m->key_heads; h++) {
         store(s->keys, (h * s->stride + slot) * dim, row + (m->query_heads + h) * dim, dim, m->half);
         store(s->values, (h * s->stride + slot) * dim, row + (turned + h) * dim, dim, m->half);

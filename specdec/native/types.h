@@ -39,6 +39,7 @@ typedef struct {
     float first_epsilon, second_epsilon, head_epsilon, out_epsilon, down_epsilon, scale;
     float cap;     /* bound of attention's scores, applied by tanh; 0 for none */
     int32_t turns; /* index of its cosines and sines */
+    int32_t norms_all; /* whether head_norm is one norm of all queries and one of all keys; else one for each head */
 } Layer;
 
 typedef struct {

@@ -98,6 +98,7 @@ class CLayer(Structure):
         ("scale", c_float),
         ("cap", c_float),
         ("turns", c_int32),
+        ("norms_all", c_int32),
     )
 
 

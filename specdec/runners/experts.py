@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from specdec.runners.linear import ModuleRef, PackedModule, PackedWeight
@@ -27,6 +28,7 @@ class Mixture(NamedTuple):
 # Block -> its parts. A router takes the softmax of a logit for each expert, and then the likeliest experts.
 MIXTURES: dict[type[nn.Module], Mixture] = {
     mixtral.MixtralSparseMoeBlock: Mixture(mixtral.MixtralTopKRouter, mixtral.MixtralExperts),
+    olmoe.OlmoeSparseMoeBlock: Mixture(olmoe.OlmoeTopKRouter, olmoe.OlmoeExperts),
     qwen3_moe.Qwen3MoeSparseMoeBlock: Mixture(qwen3_moe.Qwen3MoeTopKRouter, qwen3_moe.Qwen3MoeExperts),
 }
 _ROUTERS = tuple(mixture.router for mixture in MIXTURES.values())

@@ -26,6 +26,7 @@ from transformers.models.mistral.modeling_mistral import (
     MistralRMSNorm,
 )
 from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
@@ -48,7 +49,7 @@ __all__ = [
 
 _NORMS = (
     *(LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm),
-    *(mixtral.MixtralRMSNorm, qwen3_moe.Qwen3MoeRMSNorm),
+    *(mixtral.MixtralRMSNorm, olmoe.OlmoeRMSNorm, qwen3_moe.Qwen3MoeRMSNorm),
 )
 # Linears that share their input.
 _ATTENTION = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
@@ -80,6 +81,7 @@ class _Made(NamedTuple):
     heads: tuple[str, ...] = ()
     capped: bool = False  # Gemma 3 has the number, too, and makes no use of it
     block: type[nn.Module] | None = None
+    norms_all: bool = False  # the norms `heads` are of all queries and of all keys
 
 
 _AROUND: dict[str, Any] = {
@@ -97,6 +99,9 @@ _LAYERS: dict[type[nn.Module], _Made] = {
 }
 _LAYERS |= {
     mixtral.MixtralDecoderLayer: _Made(mixtral.MixtralAttention, None, block=mixtral.MixtralSparseMoeBlock),
+    olmoe.OlmoeDecoderLayer: _Made(
+        olmoe.OlmoeAttention, None, heads=_HEAD_NORMS, block=olmoe.OlmoeSparseMoeBlock, norms_all=True
+    ),
     qwen3_moe.Qwen3MoeDecoderLayer: _Made(
         qwen3_moe.Qwen3MoeAttention,
         qwen3_moe.Qwen3MoeMLP,
@@ -178,6 +183,7 @@ class KnownLayer:
         norms: before attention, and before the MLP.
         after: norms of what attention and the MLP add, or none.
         head_norms: of each query and of each key head, or none.
+        norms_all: these are of all queries and of all keys together.
         query_heads, key_heads, head_dim: of attention.
         scale: of attention's scores.
         cap: of these scores, by a tanh; 0 for none.
@@ -191,6 +197,7 @@ class KnownLayer:
     norms: tuple[Any, Any]
     after: tuple[Any, ...]
     head_norms: tuple[Any, ...]
+    norms_all: bool
     query_heads: int
     key_heads: int
     head_dim: int
@@ -233,6 +240,8 @@ class KnownLayer:
             raise UnknownModule(f"{where}: {activates} is a {type(activation).__name__}")
         if mixed and not fits(router := layer.mlp.gate):
             raise UnknownModule(f"{where}: mlp.gate chooses {router.top_k} of {len(router.weight)} experts")
+        if getattr(layer.self_attn.config, "clip_qkv", None) is not None:
+            raise UnknownModule(f"{where}: self_attn clips queries, keys and values")
         if not layer.self_attn.is_causal:
             raise UnknownModule(f"{where}: self_attn looks ahead")
         weights = {(weight.dtype, weight.device) for weight in layer.parameters()}
@@ -248,6 +257,7 @@ class KnownLayer:
             norms=(found[made.before[0]], found[made.before[1]]),
             after=tuple(found[name] for name in made.after),
             head_norms=tuple(found[name] for name in made.heads),
+            norms_all=made.norms_all,
             query_heads=attention.q_proj.out_features // attention.head_dim,
             key_heads=attention.k_proj.out_features // attention.head_dim,
             head_dim=attention.head_dim,
@@ -271,6 +281,8 @@ class KnownLayer:
         if not self.head_norms:
             return None
         (query, epsilon), (key, _) = gains(self.head_norms)
+        if self.norms_all:
+            return torch.cat([query, key]).view(-1, 1, self.head_dim), epsilon
         return torch.stack([query] * self.query_heads + [key] * self.key_heads).unsqueeze(1), epsilon
 
 

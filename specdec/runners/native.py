@@ -232,6 +232,7 @@ def _pack_layer(layer: KnownLayer, files: FilePages | None, rotary_table: int) -
         layer.cap,
         rotary_table,
         experts,
+        layer.norms_all,
     )
 
 

@@ -55,6 +55,7 @@ class NativeLayer:
         cap: bound of attention's scores, applied by tanh; 0 for none.
         rotary_table: index of the layer's rotary table.
         experts: in place of one gated MLP, or None.
+        norms_all: ``head_norm`` is one norm of all queries and one of all keys; else one for each head.
     """
 
     products: tuple[PackedWeight, ...]
@@ -68,6 +69,7 @@ class NativeLayer:
     cap: float = 0.0
     rotary_table: int = 0
     experts: NativeExperts | None = None
+    norms_all: bool = False
 
     @property
     def inner(self) -> int:
@@ -175,7 +177,9 @@ class NativeLayers:
         after = map(self._hold, (weight for weight, _ in layer.after)) if layer.after else (None, None)
         epsilons = [*layer.epsilons, *(epsilon for _, epsilon in layer.after)] + [0.0] * (2 - len(layer.after))
         norms = [*map(self._hold, layer.norms), per_head, *after]
-        return CLayer(*products, experts, *norms, *epsilons, layer.scale, layer.cap, layer.rotary_table)
+        return CLayer(
+            *products, experts, *norms, *epsilons, layer.scale, layer.cap, layer.rotary_table, layer.norms_all
+        )
 
     def _describe_experts(self, experts: NativeExperts) -> int:
         """Address of their description."""

@@ -21,10 +21,10 @@ from specdec.step.block import Block
 from tests import models, tiers
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
-FAMILIES = ("mixtral", "qwen3_moe")
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL: dict[str, Any] = {"max_rows": 24, "prefill_chunk": 16}
-COUNTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+COUNTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "olmoe": "num_experts"}
 
 
 def new_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -54,6 +54,9 @@ def test_logits_are_those_of_transformers(family: str, chosen: int) -> None:
     """Of one expert, of some and of all, as few as leave only rounding between them in float64."""
     model = new_model(family, num_experts_per_tok=chosen, **{COUNTS[family]: 7})
     model.config._experts_implementation = "eager"
+    for weight in model.parameters():
+        if weight.ndim == 1:  # of norms
+            nn.init.uniform_(weight, 0.5, 1.5)
     tokens, exact = models.prompt_of(40), copy.deepcopy(model).double()
     with torch.inference_mode():
         expected = exact(torch.tensor([tokens])).logits[0]
@@ -181,6 +184,11 @@ def test_an_edit_after_the_engine_was_built_is_refused(edit: Callable[[Any], Non
     assert models.reference(model, prompt, 20) != before
     with pytest.raises(TargetError, match="was changed after its native layers were made"):
         engine.generate(prompt, 20)
+
+
+def test_clipped_queries_are_run_by_the_model_s_own_modules() -> None:
+    with pytest.raises(ConfigError, match="layer 0: self_attn clips queries, keys and values"):
+        TransformersTarget(new_model("olmoe", clip_qkv=1.0), execution="native")
 
 
 def hooked(mlp: Any) -> None:
