@@ -97,13 +97,16 @@ class AdapterStep:
         needed, as the keys and values of a single layer depend on the features alone.
         """
         features = [nodes.features for nodes in brought]
-        sizes, wanted = [len(own) for own in features], [len(one.features) if one.block.first else 1 for one in brought]
+        sizes, scored_counts = (
+            [len(own) for own in features],
+            [len(one.features) if one.block.first else 1 for one in brought],
+        )
         rows = features[0] if len(features) == 1 else torch.cat(features)
         if self._layer is None:
-            logits = self._apart(rows, brought, sizes, wanted)
+            logits = self._apart(rows, brought, sizes, scored_counts)
         else:
-            logits = self._native(self._layer, rows, brought, sizes, wanted)
-        return [logits] if len(brought) == 1 else [*torch.split(logits, wanted)]
+            logits = self._native(self._layer, rows, brought, sizes, scored_counts)
+        return [logits] if len(brought) == 1 else [*torch.split(logits, scored_counts)]
 
     def _apart(self, rows: torch.Tensor, brought: Sequence[Nodes], sizes: list[int], wanted: list[int]) -> torch.Tensor:
         hidden = torch.cat([own[-count:] for own, count in zip(torch.split(rows, sizes), wanted, strict=True)])

@@ -128,13 +128,13 @@ class MedusaHeads(nn.ModuleList):
         """Heads with the same results that can learn to use the root: its weights start at 0."""
         if self.config.sees_root:
             return self
-        made = MedusaHeads(replace(self.config, sees_root=True))
+        heads = MedusaHeads(replace(self.config, sees_root=True))
         weights, size = self.state_dict(), self.config.hidden_size
         for head in range(self.config.heads):
             name = f"{head}.0.linear.weight"
             weights[name] = F.pad(weights[name], (0, size))
-        made.load_state_dict(weights)
-        return made
+        heads.load_state_dict(weights)
+        return heads
 
     def start_from(self, target: Target) -> None:
         """Set initial weights: every head repeats the target's own next token."""
@@ -227,8 +227,8 @@ def _published(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -
         elif values.get("original_lm_head") and (name == "lm_head.weight" or _HEAD.fullmatch(name)):
             continue
         elif (head := _HEAD.fullmatch(name)) is not None:
-            whole = tokens is None or order is None or len(tensor) > len(tokens)
-            rows = order if not whole else None if tokens is None else tokens.long().sort().values
+            is_whole = tokens is None or order is None or len(tensor) > len(tokens)
+            rows = order if not is_whole else None if tokens is None else tokens.long().sort().values
             renamed[f"{head[1]}.{layers}.weight"] = tensor if rows is None else tensor[rows]
         elif name == _MAP:
             renamed[_TOKENS] = tensor.long().sort().values

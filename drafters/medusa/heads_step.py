@@ -83,8 +83,8 @@ class HeadsStep:
             hidden = torch.cat([rows[row : row + 1] for rows, row, _ in states])
             return [*self.logits(hidden, torch.tensor(roots)).unbind()]
         embedded = None if self._embed is None else self._embed(roots).to(*self._place).contiguous()
-        each = self._size * dtype.itemsize
-        places = [rows.data_ptr() + row * each for rows, row, _ in states]
+        row_bytes = self._size * dtype.itemsize
+        places = [rows.data_ptr() + row * row_bytes for rows, row, _ in states]
         outputs = [torch.empty(self._count, self._outputs or self._size, dtype=dtype) for _ in states]
         many = c_void_p * len(states)
         library().specdec_guess(

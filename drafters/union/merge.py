@@ -225,9 +225,9 @@ class MergedSession(BatchedSession):
             assert seen.readback is not None
             readbacks[part], first = seen.readback[first : first + count], first + count
         accepted: Sequence[int] = ()  # rows of the tree
-        whole = seen.draft
+        merged = seen.draft
         # As a part of another union: rows beyond ours were appended, or it slept, and the step is none of ours.
-        if whole is not None and (whole is self._draft or _begins_with(whole, self._draft)):
+        if merged is not None and (merged is self._draft or _begins_with(merged, self._draft)):
             rows, size = self._rows, len(self._rows)
             accepted = [rows[row] for row in seen.path if row < size]
             if self._promised:
@@ -251,8 +251,8 @@ class MergedSession(BatchedSession):
         elif part.observes:
             self._show(part, seen, readback)
         if prices is not None:
-            mine, size = part.added.__contains__, len(rows)
-            tokens, base = sum(map(mine, accepted)), size - sum(map(mine, rows))
+            is_own, size = part.added.__contains__, len(rows)
+            tokens, base = sum(map(is_own, accepted)), size - sum(map(is_own, rows))
             part.bandit.judge(prices, self._length, tokens=tokens, rows=size, base=base, cost=part.draft.hints.cost)
 
     def _show(self, part: MergedPart, seen: Observation, readback: Sequence[int] | None) -> None:

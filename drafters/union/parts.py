@@ -135,7 +135,12 @@ class MergedPart:
         self.kinds = [first + min(own, DEPTHS) for own in range(min(size + 1, len(tokens)))]
 
     def _merge(self, tree: Tree, least: float, match: int) -> None:
-        draft, first, chance_of, given = self.draft, len(tree.tokens), self.bandit.chance, self.draft.hints.chances
+        draft, first, chance_of, own_chances = (
+            self.draft,
+            len(tree.tokens),
+            self.bandit.chance,
+            self.draft.hints.chances,
+        )
         size, probes = len(draft), draft.probes
         self.rows, self.kinds = rows, kinds = [0], [0]
         chances, ranks = [1.0], [0] * size
@@ -143,8 +148,8 @@ class MergedPart:
             least = 0.0
         tree.find()
         known, heirs, reaches = tree.rows, tree.heirs, tree.reach
-        every = zip(range(size), draft.tokens, draft.parents, draft.depths, strict=True)
-        for own, token, above, depth in islice(every, 1, None):
+        own_rows = zip(range(size), draft.tokens, draft.parents, draft.depths, strict=True)
+        for own, token, above, depth in islice(own_rows, 1, None):
             parent, rank = rows[above], ranks[above]
             if parent < 0:
                 rows.append(-1)
@@ -157,8 +162,8 @@ class MergedPart:
             dissents = not 0 <= row < first and heirs.get(parent, first) < first
             rank, deep = (rank if rank < RANKS else RANKS - 1), (depth if depth < DEPTHS else DEPTHS)
             kind = kind_of(match, deep, rank, dissents)
-            if given:
-                chance = given[own]
+            if own_chances:
+                chance = own_chances[own]
             else:
                 supposed = (max(chances[above], ONWARD) if depth > 1 else BY_MATCH[match]) * _BY_RANK[rank]
                 chance = chance_of(kind, supposed * _DISSENT if dissents else supposed)
@@ -196,15 +201,15 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     Where the accepted path leaves the part's rows, the missing rows are appended to its draft, so that path, tokens and
     taps are consistent. A row that was left out, -1, becomes a probe whose logits are not read; its taps are undefined.
     """
-    whole, path, scores = seen.draft, seen.path, seen.scores
-    assert whole is not None
+    merged, path, scores = seen.draft, seen.path, seen.scores
+    assert merged is not None
     assert scores is not None
-    unscored = whole.probes.difference(whole.read)
-    if rows == [*range(len(whole))] and unscored <= draft.probes:  # no other part proposed rows
+    unscored = merged.probes.difference(merged.read)
+    if rows == [*range(len(merged))] and unscored <= draft.probes:  # no other part proposed rows
         hidden = {layer: seen.taps[layer] for layer in taps}
         return Observation(draft, list(path), seen.tokens, scores, hidden, seen.readback)
     if len(rows) == 1:  # the part had no rows in the step, and observes the text only
-        chain = Draft.chain([whole.tokens[row] for row in path])
+        chain = Draft.chain([merged.tokens[row] for row in path])
         hidden = {layer: _rows(seen.taps[layer], path) for layer in taps}
         return Observation(chain, range(len(path)), seen.tokens, scores.select(path, None), hidden, seen.readback)
     # Others' rows are the end of the path: rows below another part's row are not this part's.
@@ -214,7 +219,7 @@ def part_of(seen: Observation, draft: Draft, rows: Sequence[int], taps: Collecti
     size = len(union_rows)
     probes = draft.probes.difference(path) | {own for own, row in enumerate(rows) if row < 0 or row in unscored}
     if others:
-        tokens = [*draft.tokens, *(whole.tokens[row] for row in others)]
+        tokens = [*draft.tokens, *(merged.tokens[row] for row in others)]
         parents = [*draft.parents, *path[-len(others) - 1 : -1]]
         own_draft = Draft(tokens, parents, probes=probes, read=draft.read)
     else:

@@ -71,20 +71,20 @@ def forward_together(target: Target, parts: Sequence[ForwardRows], exit_layer: i
     for layer, after in zip(stages, (*stages[1:], exit_layer), strict=True):
         within = ranked if layer == stages[-1] else [part for part in ranked if _layer(part) <= layer]
         block = rows_of([part.block for part in within])
-        came = [part.entry.hidden for part in within if part.entry is not None and part.entry.layer == layer]
-        entry = Entry(layer, torch.cat(came if hidden is None else [hidden, *came])) if came else None
+        entering = [part.entry.hidden for part in within if part.entry is not None and part.entry.layer == layer]
+        entry = Entry(layer, torch.cat(entering if hidden is None else [hidden, *entering])) if entering else None
         rows = _wanted(within) if layer == stages[-1] else ()
         output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows, top_k=top_k)
         hidden = output.hidden
         found |= output.taps
-    whole = TargetOutput(None, output.hidden, found)
+    together = TargetOutput(None, output.hidden, found)
     scores = None if output.logits is None else output.scores(None)
     outputs: dict[int, TargetOutput] = {}
     first = scored = 0
     for part in ranked:
         last, wanted = first + part.block.rows, part.block.rows if part.rows is None else len(part.rows)
         own = (scores, scored, scored + wanted) if wanted and scores is not None else None
-        outputs[id(part)] = whole.part(first, last, own, part.taps)
+        outputs[id(part)] = together.part(first, last, own, part.taps)
         first, scored = last, scored + wanted
     return [outputs[id(part)] for part in parts]
 
@@ -98,9 +98,9 @@ def _wanted(parts: Sequence[ForwardRows]) -> list[int] | None:
     """The rows of the joint forward to return logits for; None for all."""
     if all(part.rows is None for part in parts):
         return None
-    wanted, first = list[int](), 0
+    rows_wanted, first = list[int](), 0
     for part in parts:
         rows = range(part.block.rows) if part.rows is None else part.rows
-        wanted += [first + row for row in rows]
+        rows_wanted += [first + row for row in rows]
         first += part.block.rows
-    return wanted
+    return rows_wanted

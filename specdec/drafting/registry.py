@@ -116,25 +116,25 @@ def make_drafter(drafter: DrafterSpec, target: Target) -> Drafter:
         ConfigError: unknown name or option (the nearest one is named), a value out of range, or a drafter that lacks an
             attribute of :class:`specdec.drafter.Drafter`.
     """
-    made: Drafter
+    built: Drafter
     if isinstance(drafter, str | Mapping):
         kind, config = parse_drafter(drafter)
-        made = kind.build(config, target)
+        built = kind.build(config, target)
     else:
-        made = drafter
+        built = drafter
     hints = get_type_hints(Drafter)
-    missing = [name for name in hints if not hasattr(made, name)]
+    missing = [name for name in hints if not hasattr(built, name)]
     if missing:
         raise ConfigError(
-            f"drafter {type(made).__name__} does not say its {', '.join(missing)}; subclass specdec.DrafterBase, which "
-            "has defaults, or specdec.DrafterWrapper around another drafter"
+            f"drafter {type(built).__name__} does not say its {', '.join(missing)}; subclass specdec.DrafterBase, "
+            "which has defaults, or specdec.DrafterWrapper around another drafter"
         )
     for name, hint in hints.items():
-        fitting(f"{name} of drafter {type(made).__name__}", getattr(made, name), hint)
-    outside = sorted(made.taps - {FINAL, *range(target.num_layers + 1)})
+        fitting(f"{name} of drafter {type(built).__name__}", getattr(built, name), hint)
+    outside = sorted(built.taps - {FINAL, *range(target.num_layers + 1)})
     if outside:
         raise ConfigError(
-            f"taps of drafter {made.name!r} hold layer {outside[0]}; the target has {target.num_layers} layers, and "
+            f"taps of drafter {built.name!r} hold layer {outside[0]}; the target has {target.num_layers} layers, and "
             f"FINAL ({FINAL}) is the last one after the norm"
         )
-    return made
+    return built

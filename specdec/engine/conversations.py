@@ -43,7 +43,7 @@ def turns_of(record: Any) -> list[Turn] | None:
     named = [turn if isinstance(turn, Mapping) else {} for turn in turns]
     speakers = [turn.get("from", turn.get("role")) for turn in named]
     texts = [turn.get("value", turn.get("content")) for turn in named]
-    return [(_ROLES.get(str(who).lower(), who), text) for who, text in zip(speakers, texts, strict=True)]
+    return [(_ROLES.get(str(speaker).lower(), speaker), text) for speaker, text in zip(speakers, texts, strict=True)]
 
 
 def writes_chats(tokenizer: Any) -> bool:

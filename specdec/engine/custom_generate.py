@@ -181,14 +181,14 @@ def _of_row(processor: Any, row: int, padding: torch.Tensor, *, several: bool) -
         nonlocal called
         before = kept_by(processor) if watched and called else {}  # the first call may prepare something
         with _as_in_generate():
-            made = processor(torch.cat((padding[None].to(ids), ids), 1), scores.clone())
+            row_scores = processor(torch.cat((padding[None].to(ids), ids), 1), scores.clone())
         called = True
         if before and (changed := [name for name, value in kept_by(processor).items() if before.get(name) != value]):
             raise ConfigError(
                 f"the logits processor {name_of(processor)} keeps something between calls ({', '.join(changed)}), and "
                 "is called with one sequence at a time, so several would mix it up; decode them one by one"
             )
-        return made
+        return row_scores
 
     process.__qualname__ = name_of(processor)
     vars(process)["__wrapped__"] = processor
@@ -222,8 +222,8 @@ class _Ends:
         def stop_when(tokens: Sequence[int]) -> bool:
             with _as_in_generate():
                 ids = torch.tensor([[*padding.tolist(), *tokens]], device=padding.device)
-                said = [_ends(criterion, criterion(ids, None)) for criterion in self._asked]  # all are asked
-            if any(said):
+                results = [_ends(criterion, criterion(ids, None)) for criterion in self._asked]  # all are asked
+            if any(results):
                 self._last.setdefault(row, ids.shape[1])
             return row in self._last if self._alone else ids.shape[1] >= self._longest
 
@@ -241,18 +241,18 @@ class _Ends:
         return [text[: self._longest - len(padded)] for text, padded in zip(texts, self._padding, strict=True)]
 
 
-def _ends(criterion: Any, said: Any) -> bool:
+def _ends(criterion: Any, result: Any) -> bool:
     """Whether a stopping criterion ended one sequence; it may return a bool, or a tensor, array or list of one."""
-    plain = isinstance(said, torch.Tensor | np.ndarray | np.generic | bool | int | list | tuple)
+    plain = isinstance(result, torch.Tensor | np.ndarray | np.generic | bool | int | list | tuple)
     try:
-        flag = torch.as_tensor(np.array(said) if isinstance(said, np.generic) else said) if plain else None
+        flag = torch.as_tensor(np.array(result) if isinstance(result, np.generic) else result) if plain else None
     except (TypeError, ValueError, RuntimeError):
         flag = None
     if flag is None or flag.numel() != 1 or flag.is_floating_point():
         name = getattr(criterion, "__qualname__", type(criterion).__qualname__)
         raise ConfigError(
-            f"the stopping criterion {name} returned {shown(said)}, of type {type(said).__name__}; it is asked about "
-            "one sequence at a time, and must return True or False, or a tensor or list of one of them"
+            f"the stopping criterion {name} returned {shown(result)}, of type {type(result).__name__}; it is asked "
+            "about one sequence at a time, and must return True or False, or a tensor or list of one of them"
         )
     return bool(flag)
 

@@ -176,14 +176,18 @@ def check_preparation(model: PreTrainedModel, input_ids: torch.Tensor, inputs: M
     for more, first in ((0, True), (1, False)):  # the prompt, and a text that has gone on
         ids = torch.cat((input_ids, input_ids[:, -1:].expand(-1, more)), 1)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        given = {**inputs, "past_key_values": None, "attention_mask": None, "position_ids": positions}
-        made = called.prepare_inputs_for_generation(ids, is_first_iteration=first, **{**given, "use_cache": False})
-        _check_made(kind.__name__, made, ids)
+        model_inputs = {**inputs, "past_key_values": None, "attention_mask": None, "position_ids": positions}
+        prepared = called.prepare_inputs_for_generation(
+            ids, is_first_iteration=first, **{**model_inputs, "use_cache": False}
+        )
+        _check_made(kind.__name__, prepared, ids)
 
 
-def _check_made(name: str, made: Mapping[str, Any], ids: torch.Tensor) -> None:
-    fed, positions = made.get("input_ids"), made.get("position_ids")
-    odd = [key for key, value in made.items() if key not in (*_HARMLESS, "input_ids") and not _says_nothing(key, value)]
+def _check_made(name: str, prepared: Mapping[str, Any], ids: torch.Tensor) -> None:
+    fed, positions = prepared.get("input_ids"), prepared.get("position_ids")
+    odd = [
+        key for key, value in prepared.items() if key not in (*_HARMLESS, "input_ids") and not _says_nothing(key, value)
+    ]
     if fed is None or not torch.equal(fed, ids):
         odd.append("input_ids")
     # Rotary positions are relative, so that all of them may be moved.
@@ -232,5 +236,5 @@ def _arguments() -> Mapping[str, Any]:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    found: Mapping[str, Any] = {} if frame is None else frame.f_locals
-    return found if callable(found.get("custom_generate")) else {}
+    frame_locals: Mapping[str, Any] = {} if frame is None else frame.f_locals
+    return frame_locals if callable(frame_locals.get("custom_generate")) else {}

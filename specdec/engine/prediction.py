@@ -72,9 +72,9 @@ def appeared(prediction: Sequence[int], text: Sequence[int]) -> int:
     places: dict[int, int] = {}
     for place, token in enumerate(prediction):
         places[token] = places.get(token, 0) | 1 << place
-    every = (1 << len(prediction)) - 1
-    left = every
+    all_bits = (1 << len(prediction)) - 1
+    left = all_bits
     for token in text:
         met = left & places.get(token, 0)
-        left = ((left + met) | (left - met)) & every
+        left = ((left + met) | (left - met)) & all_bits
     return len(prediction) - left.bit_count()

@@ -92,26 +92,26 @@ def read_questions(path: Path) -> list[Question]:
         ConfigError: a malformed question, by number and reason, or a question number that occurs twice.
     """
     content = read_content(path, "the questions")
-    found = _prompts(path, content) if isinstance(content, str) else _records(path, content)
-    if not found:
+    questions = _prompts(path, content) if isinstance(content, str) else _records(path, content)
+    if not questions:
         raise ConfigError(f"the question file {str(path)!r} holds no question; it must hold at least one")
-    return found
+    return questions
 
 
 def _records(path: Path, records: Sequence[Record]) -> list[Question]:
-    found: dict[QuestionId, Question] = {}
+    by_id: dict[QuestionId, Question] = {}
     for record in records:
         try:
             question = _question(record.value, record.number)
-            if question.id in found:
+            if question.id in by_id:
                 raise ValueError(f"question_id {shown(question.id)} occurs a second time")
         except ValueError as error:
             raise ConfigError(
                 f"{path.name}, {record.place}: {error}; each is a JSON object such as "
                 '{"question_id": 1, "category": "qa", "turns": ["..."]}'
             ) from error
-        found[question.id] = question
-    return list(found.values())
+        by_id[question.id] = question
+    return list(by_id.values())
 
 
 def _question(line: Any, number: int) -> Question:
@@ -137,8 +137,8 @@ def _question(line: Any, number: int) -> Question:
 
 
 def _prompts(path: Path, text: str) -> list[Question]:
-    whole = [prompt for prompt in re.split(r"(?m)^[^\S\n]*---[^\S\n]*(?:\n|\Z)", text) if prompt.strip()]
-    return [Question(id=n, category=path.stem, turns=(prompt,), format="plain") for n, prompt in enumerate(whole, 1)]
+    prompts = [prompt for prompt in re.split(r"(?m)^[^\S\n]*---[^\S\n]*(?:\n|\Z)", text) if prompt.strip()]
+    return [Question(id=n, category=path.stem, turns=(prompt,), format="plain") for n, prompt in enumerate(prompts, 1)]
 
 
 def select(questions: Sequence[Question], categories: Sequence[str], limit: int | None) -> list[Question]:
@@ -185,8 +185,8 @@ def build_prompt(question: Question, answers: Sequence[str], form: str, tokenize
     form = form_of(question, form, tokenizer)
     turns = question.turns[: len(answers) + 1]
     if form == "plain":
-        said = [part for pair in zip(turns, answers, strict=False) for part in pair]
-        return "\n".join([*said, turns[-1]])
+        turns_so_far = [part for pair in zip(turns, answers, strict=False) for part in pair]
+        return "\n".join([*turns_so_far, turns[-1]])
     messages = []
     for place, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})

@@ -254,7 +254,7 @@ class SequenceState:
         if self._traces and not self.steps:
             self._first_began = began
         context, target, draft = self.context, self._target, self._verification.prepare(draft)
-        made, scored = perf_counter(), draft.scored_rows()
+        drafted_at, scored = perf_counter(), draft.scored_rows()
         sent = self._verification.arrays(draft, scored)
         block = Block.of(draft, context.cache, target.device, target.backend, sent)
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
@@ -267,8 +267,8 @@ class SequenceState:
             self._top_k if asked else 0,
             draft,
             asked,
-            made - context.waited.others - began,
-            perf_counter() - made,
+            drafted_at - context.waited.others - began,
+            perf_counter() - drafted_at,
             sequence=self,
         )
 
@@ -340,9 +340,9 @@ class SequenceState:
         else:
             policy.learn(rows.draft, verdict.path, length)
 
-    def _trace(self, rows: ScheduledRows, taken: Step) -> StepTrace:
+    def _trace(self, rows: ScheduledRows, step: Step) -> StepTrace:
         """The trace of a step; accepted rows after the text's end are cut."""
-        draft, session, accepted, count = rows.draft, self._session, rows.accepted, len(taken.tokens)
+        draft, session, accepted, count = rows.draft, self._session, rows.accepted, len(step.tokens)
         assert draft is not None
         sources = [self.drafter.name] * len(draft)
         if rows.asked and isinstance(session, MergingSession):
@@ -361,8 +361,8 @@ class SequenceState:
         """The generation as it stands."""
         new, predicted = self.tokens[self.stats.prompt_tokens :], self.context.prediction
         if predicted:
-            self.stats.accepted_prediction_tokens = found = appeared(predicted, new)
-            self.stats.rejected_prediction_tokens = len(predicted) - found
+            self.stats.accepted_prediction_tokens = accepted_count = appeared(predicted, new)
+            self.stats.rejected_prediction_tokens = len(predicted) - accepted_count
         text = "" if self._text is None else self._text.text
         logprobs = None if self._top is None else self._logprobs
         return Generation(text, new, self.finish_reason or "unfinished", self.stats, self.steps, logprobs)

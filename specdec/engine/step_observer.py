@@ -114,13 +114,13 @@ class StepObserver:
         stats.acceptance_lengths.append(len(tokens))
         stats.rows.append(count)
         steps = sequence.steps
-        taken = Step(len(steps), tokens, count, sequence.drafter.name, None, FirstTimes.seen != self._first_times)
-        steps.append(taken)
+        step = Step(len(steps), tokens, count, sequence.drafter.name, None, FirstTimes.seen != self._first_times)
+        steps.append(step)
         sequence.learn(rows, verdict)
         self._drafted += 1
         self._drafting += drafting
         self._tokens += len(tokens)
-        return taken
+        return step
 
     def failed(self) -> None:
         """A sequence ended by an error."""

@@ -94,8 +94,8 @@ class TextStream:
         for view, before in zip((self._marked, self._shown), known, strict=True):
             start = max(0, before - max(map(len, self._stop)))  # only a match that ends in new text is new
             recent = view.final[start:] + view.open
-            found = [start + at for text in self._stop if (at := recent.find(text)) >= 0]
-            hits += [self._place(at) if view is self._marked else at for at in found]
+            starts = [start + at for text in self._stop if (at := recent.find(text)) >= 0]
+            hits += [self._place(at) if view is self._marked else at for at in starts]
         self._end = min(hits, default=None)
         return self.stopped
 

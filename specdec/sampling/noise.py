@@ -122,14 +122,14 @@ class Noise:
                 temperature are log-probabilities up to a constant; -inf is never drawn.
         """
         key = self.key(position)
-        if (found := rank(known, temperature, key, count)) is not None:
-            return found
+        if (ranks := rank(known, temperature, key, count)) is not None:
+            return ranks
         shares: dict[int, float] = {}
         for tokens, scores in known:
             odds = [math.exp((score - scores[0]) / temperature) for score in scores]
-            whole = sum(odds) * len(known)
+            expected = sum(odds) * len(known)
             for token, odd in zip(tokens, odds, strict=True):
-                shares[token] = shares.get(token, 0.0) + odd / whole
+                shares[token] = shares.get(token, 0.0) + odd / expected
         numbers = torch.tensor([token for token, share in shares.items() if share > 0], dtype=torch.int64)
         noise = _gumbel(_mixed((numbers + 1) * _signed(_GOLDEN) + _signed(key)))
         sums = noise + torch.tensor([share for share in shares.values() if share > 0], dtype=torch.float64).log()

@@ -189,9 +189,9 @@ def masked(states: States, tokens: Sequence[int], paths: Sequence[Sequence[int]]
     Raises:
         ConfigError: a matcher changed scores otherwise than by masking.
     """
-    found, dtype = forbidden([states.after(tokens, path) for path in paths], scores.shape[-1], scores.dtype)
+    mask, dtype = forbidden([states.after(tokens, path) for path in paths], scores.shape[-1], scores.dtype)
     return scores.to(dtype).masked_fill(
-        device_copies.copy_in({"forbidden": found}, scores.device)["forbidden"], -math.inf
+        device_copies.copy_in({"forbidden": mask}, scores.device)["forbidden"], -math.inf
     )
 
 
@@ -199,19 +199,19 @@ def forbidden(
     states: Sequence[Matcher | None], size: int, dtype: torch.dtype
 ) -> tuple[npt.NDArray[np.bool_], torch.dtype]:
     """[R, V] the tokens that may not follow each state (None allows all), and the dtype of masked scores."""
-    found, made = np.zeros((len(states), size), dtype=np.bool_), dtype
-    for own, state in zip(found, states, strict=True):
+    masks, result_dtype = np.zeros((len(states), size), dtype=np.bool_), dtype
+    for own, state in zip(masks, states, strict=True):
         if state is None:
             continue
         left = state.mask(torch.ones(1, size, dtype=dtype))
         check_scores(state, left, (1, size))
-        own[:], made = (left[0] == -math.inf).numpy(), left.dtype
+        own[:], result_dtype = (left[0] == -math.inf).numpy(), left.dtype
         if not bool((left[0] == 1).logical_or_(torch.from_numpy(own)).all()):
             raise ConfigError(
                 f"the mask of {type(state).__qualname__} changed scores of tokens that may follow; it must set those "
                 "of all others to -inf, and do nothing else"
             )
-    return found, made
+    return masks, result_dtype
 
 
 def check_scores(processor: Any, scores: Any, shape: Sequence[int]) -> None:

@@ -125,20 +125,20 @@ class Sampler:
 
     def _unsound(self, scores: Scores, row: int, path: Sequence[int]) -> NumericalError:
         """The error for a row whose logits, or whose scores after a processor, are no distribution."""
-        found = scores.of(row)
+        row_scores = scores.of(row)
         name: str | None = None
-        if math.isfinite(float(found.max())):
+        if math.isfinite(float(row_scores.max())):
             for count, processor in enumerate(self.processors, 1):
-                made = self.processed(scores, row, path, self.processors[:count])
-                if math.isfinite(float(made.max())):
+                processed = self.processed(scores, row, path, self.processors[:count])
+                if math.isfinite(float(processed.max())):
                     name = None
                 elif name is None:
-                    found, name = made, name_of(processor)
+                    row_scores, name = processed, name_of(processor)
         if name is None:
             return no_distribution(scores.of(row))
         return NumericalError(
-            f"the scores after the logits processor {name} are no distribution: {extremes(found)}, and the model's own "
-            "logits are finite; it must leave at least one token a finite score, and none NaN or +inf"
+            f"the scores after the logits processor {name} are no distribution: {extremes(row_scores)}, and the "
+            "model's own logits are finite; it must leave at least one token a finite score, and none NaN or +inf"
         )
 
     def _drawn(self, scores: Scores, row: int, path: Sequence[int]) -> int:
@@ -202,7 +202,7 @@ class Sampler:
             logits = logits.clone()  # processors may write in place, and the drafter reads the raw logits
         ids = self._ids(path)
         for processor in self.processors if processors is None else processors:
-            given = logits
+            unprocessed = logits
             if not isinstance(processor, States):
                 logits = processor(ids, logits)
             elif device_copies.is_apart(logits.device):
@@ -210,7 +210,7 @@ class Sampler:
             else:
                 logits = processor.process(self.tokens, path, logits)
             if not self._all_free:
-                check_scores(processor, logits, given.shape)
+                check_scores(processor, logits, unprocessed.shape)
         return logits[0]
 
     def _ids(self, path: Sequence[int], unread: torch.Tensor | None = None) -> torch.Tensor:

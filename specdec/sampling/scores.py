@@ -95,18 +95,18 @@ class Scores:
             if self._part_of is None:
                 self._largest = self.device_argmax()[0].tolist()
             else:
-                whole, first, last = self._part_of
-                self._largest = whole.largest()[first:last]
+                all_rows, first, last = self._part_of
+                self._largest = all_rows.largest()[first:last]
         return self._largest
 
     def device_argmax(self) -> tuple[torch.Tensor, int, int]:
         """int64 argmax of all rows of the forward, on the logits' device, and the range of these rows among them."""
         if self._part_of is not None:
-            whole, first, last = self._part_of
-            if whole._argmax is None or whole._part_of is not None:
-                argmax, offset, _ = whole.device_argmax()
+            all_rows, first, last = self._part_of
+            if all_rows._argmax is None or all_rows._part_of is not None:
+                argmax, offset, _ = all_rows.device_argmax()
                 return argmax, offset + first, offset + last
-            return whole._argmax, first, last
+            return all_rows._argmax, first, last
         if self._argmax is None:
             self._argmax = finite_argmax(self.logits)
         return self._argmax, 0, len(self._argmax)
@@ -147,10 +147,10 @@ class Scores:
 
     def top_k(self, count: int) -> list[list[int]]:
         """Per scored row the ``count`` tokens with the largest raw logits, the largest first."""
-        whole, places = self._source
-        if self._top and len(self._top[0]) >= min(count, whole.shape[-1]):
+        all_rows, places = self._source
+        if self._top and len(self._top[0]) >= min(count, all_rows.shape[-1]):
             return [tokens[:count] for tokens in self._top]
-        best = largest(whole, places, count)
+        best = largest(all_rows, places, count)
         return self.top(count).tolist() if best is None else best
 
     def weighed(self, count: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]] | None]:
@@ -160,12 +160,12 @@ class Scores:
         """
         if self._values:
             return [row[:count] for row in self._top], [row[:count] for row in self._values]
-        whole, places = self._source
-        if isinstance(whole, torch.Tensor) and device_copies.is_apart(whole.device):
+        all_rows, places = self._source
+        if isinstance(all_rows, torch.Tensor) and device_copies.is_apart(all_rows.device):
             return self.top_k(count), None
-        if (found := weighed(whole, places, count)) is not None:
+        if (found := weighed(all_rows, places, count)) is not None:
             return found
-        logits, tokens = self.logits.topk(min(count, whole.shape[-1]), -1)
+        logits, tokens = self.logits.topk(min(count, all_rows.shape[-1]), -1)
         return tokens.tolist(), logits.tolist()
 
     @property

@@ -184,27 +184,27 @@ def rejecting(
 
     No row's numbers depend on a coin. The function needs the draft's tokens and waits for them.
     """
-    found = _Traversal(draft, scores, sampler)
-    position, order, none = len(sampler.tokens), [*found.left], found.sums[0][:0]
-    every = found.alphas, found.sums, found.masses, found.totals, found.least
+    traversal = _Traversal(draft, scores, sampler)
+    position, order, none = len(sampler.tokens), [*traversal.left], traversal.sums[0][:0]
+    every = traversal.alphas, traversal.sums, traversal.masses, traversal.totals, traversal.least
     tensors = [torch.cat([none, *numbers.values()]) for numbers in every]
     if apart := device_copies.is_apart(
         none.device
     ):  # bonus tokens of all rows, so that nothing is read after a row is kept
-        rows = torch.stack([*found.left.values()])
+        rows = torch.stack([*traversal.left.values()])
         tensors.append(sampler.noise.draws(rows, position, Noise.COIN, [len(draft) + row for row in order]))
 
     def judge(numbers: Sequence[list[Any]]) -> Verdict:
-        for row, total in zip(found.sums, numbers[1], strict=True):
+        for row, total in zip(traversal.sums, numbers[1], strict=True):
             if math.isnan(total):
                 sampler.distribution(scores, row, draft.path_tokens(row))  # raises an error with the reason
-        for row, total, least in zip(found.totals, numbers[3], numbers[4], strict=True):
+        for row, total, least in zip(traversal.totals, numbers[3], numbers[4], strict=True):
             if not (least >= 0 and 0 < total < math.inf):
                 raise DraftError(
                     f"the q of row {row} is no distribution: its sum is {total}, its smallest number {least}; set q to "
                     "what the row's children were drawn from"
                 )
-        for child, mass in zip(found.masses, numbers[2], strict=True):
+        for child, mass in zip(traversal.masses, numbers[2], strict=True):
             if not mass > 0:
                 raise DraftError(
                     f"row {child} holds token {draft.tokens[child]}, to which the q of row {draft.parents[child]} "
@@ -216,8 +216,8 @@ def rejecting(
         if apart:
             bonus = numbers[-1][order.index(kept)]
         else:
-            bonus = sampler.noise.draw(found.left[kept], position, Noise.COIN, len(draft) + kept)
-        return Verdict(found.paths[kept], [*draft.path_tokens(kept), bonus])
+            bonus = sampler.noise.draw(traversal.left[kept], position, Noise.COIN, len(draft) + kept)
+        return Verdict(traversal.paths[kept], [*draft.path_tokens(kept), bonus])
 
     return tensors, judge
 
