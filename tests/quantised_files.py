@@ -78,7 +78,6 @@ def quantised_file(
     *,
     family: str = "llama",
     tied: bool = False,
-    seed: int = 0,
     vocab_size: int = len(TOKENS),
     **sizes: Any,
 ) -> Path:
@@ -132,7 +131,7 @@ def quantised_file(
                 block, turn = kinds[turn % len(kinds)], turn + 1
                 if block in _PLACES:
                     count, outputs, inputs = weights.shape
-                    rows = random_blocks(block, count * outputs, inputs, size=0.15, seed=seed + turn)
+                    rows = random_blocks(block, count * outputs, inputs, size=0.15, seed=turn)
                     own = {"raw_dtype": gguf.GGMLQuantizationType[block]}
                     writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", rows.reshape(count, outputs, -1), **own)
                 else:
@@ -147,7 +146,7 @@ def quantised_file(
             turn += 1
             if block in _PLACES:
                 size = 1.0 if leaf == "embed_tokens" else 0.15
-                rows = random_blocks(block, *values.shape, size=size, seed=seed + turn)
+                rows = random_blocks(block, *values.shape, size=size, seed=turn)
                 writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[block])
                 continue
             values = (values / 3).astype(np.float16 if block == "F16" else np.float32)

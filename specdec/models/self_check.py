@@ -3,7 +3,8 @@
 The reference is the model's own forward over a few tokens: every runner must compute its logits over a prefix and a
 tree, last norm and head included. In full precision they must agree up to rounding. In half precision rounding may hide
 a wrong layer, so it is measured: the same modules run in float32, layer by layer, and a runner's error relative to this
-run may be no larger than that of the model's own modules.
+run may be no larger than that of the model's own modules. Where rows are rounded to bytes it is measured in full
+precision, too, by float64: there the last bit of a float32 decides between two bytes.
 
 Each row has all experts meanwhile, where a known router chooses some: where its logits are nearly even, two roundings
 choose others, and so differ by more than rounding; and no expert is left out. How runners choose is compared apart.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,14 +110,20 @@ class Reference:
     ) -> None:
         self._model = model
         self._target, self._specs, self._tokens, self._expected = target, specs, tokens, expected
-        self._full = _ROUNDING.get(target.dtype)
+        self._full = None if getattr(target, "activations", None) else _ROUNDING.get(target.dtype)
         self._shadow: torch.Tensor | None = None
         self._rounding = 0.0
+
+    @property
+    def other_dtype(self) -> torch.dtype:
+        """The dtype that the target's is measured by."""
+        return torch.float64 if self._target.dtype is torch.float32 else torch.float32
 
     def check_modules(self, shadowed: Callable[[], Any] | None) -> None:
         """Hold the model's modules, called layer by layer, against its own forward.
 
-        ``shadowed``: a context manager in which the target runs the same modules in float32; None where it cannot.
+        ``shadowed``: a context manager in which the target runs the same modules in ``other_dtype``; None where it
+        cannot.
 
         Raises:
             TargetError: they differ by more than rounding.
@@ -123,7 +131,7 @@ class Reference:
         """
         walked = self._logits(self._specs)
         if self._full is None and shadowed is not None:
-            specs = [LayerSpec(s.heads, s.key_dim, s.value_dim, s.window, s.device, torch.float32) for s in self._specs]
+            specs = [replace(spec, dtype=self.other_dtype) for spec in self._specs]
             with shadowed():
                 self._shadow = self._in_one_block(specs)
             self._rounding = _rms(walked - self._shadow)
@@ -197,9 +205,11 @@ class ProbeLayer(ModuleLayer):
 
 
 class ShadowLayer(ModuleLayer):
-    """A layer's own module with its parameters in float32, for one call."""
+    """A layer's own module with its parameters in another dtype, for one call."""
 
-    _dtype = torch.float32
+    def __init__(self, *arguments: Any, dtype: torch.dtype, **options: Any) -> None:
+        self._dtype = dtype
+        super().__init__(*arguments, **options)
 
 
 def note_layer(

@@ -519,20 +519,21 @@ class TransformersTarget:
         return found
 
     def _has_shadow(self) -> bool:
-        """Whether the model can be run in float32, a layer at a time."""
+        """Whether the model can be run in another dtype, a layer at a time."""
         weights = list(self.model.parameters())
         return all(weight.is_floating_point() and not weight.is_meta for weight in weights)
 
     @contextmanager
     def _shadow(self, maker: RunnerMaker) -> Iterator[None]:
-        """While inside, the model's own modules run with weights in float32, one layer at a time."""
-        runner = maker.of_layers(
-            "transformers", [maker.module_layer(n, ShadowLayer) for n in range(self.num_layers)], []
-        )
+        """While inside, the model's own modules run with weights in another dtype, one layer at a time."""
+        dtype = self._reference.other_dtype
+        layers = [maker.module_layer(number, ShadowLayer, dtype=dtype) for number in range(self.num_layers)]
+        runner = maker.of_layers("transformers", [*layers], [])
         parts = self.model.get_input_embeddings(), maker.norm, self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        runner.embed, runner.norm, runner.head = (Evaluated(part, dtype=torch.float32) for part in parts)
+        runner.embed, runner.norm, runner.head = (Evaluated(part, dtype=dtype) for part in parts)
         if isinstance(parts[0], TiedEmbedding):  # which has no parameters to be cast
-            runner.embed = Evaluated(parts[0].in_float32())
+            embed = Evaluated(parts[0].in_float32())
+            runner.embed = lambda tokens: embed(tokens).to(dtype)
         with self._using(runner), runner.every_expert():
             yield
 

@@ -44,7 +44,7 @@ class ModuleLayer:
     """
 
     _attention: ClassVar[str] = ATTENTION
-    _dtype: ClassVar[torch.dtype | None] = None
+    _dtype: torch.dtype | None = None
 
     def __init__(self, layer: Any, kind: str | None, cache_argument: str, **arguments: Any) -> None:
         self._name, self._kind, self._cache_argument = type(layer).__name__, kind, cache_argument
