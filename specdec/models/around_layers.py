@@ -16,6 +16,7 @@ from torch import nn
 from transformers import GenerationMixin
 
 from specdec.errors import TargetError
+from specdec.runners.known_layers import hooks_in
 
 __all__ = ["GENERATION", "LOOP", "Whole"]
 
@@ -112,7 +113,7 @@ def _check_adapters(module: nn.Module) -> None:
 def _check_calls(module: nn.Module, path: Sequence[nn.Module]) -> None:
     """Raises TargetError for hooks, and for a ``forward`` that was replaced, where no forward is called."""
     own = vars(module)
-    hooks = [hook for kind in _HOOKS for hook in own[kind].values()]
+    hooks = [hook for kind in _HOOKS for hook in hooks_in(own[kind])]
     hooks += [hook for hook in _device_hooks(own.get("_hf_hook")) if type(hook).__module__ != "accelerate.hooks"]
     if hooks:
         raise TargetError(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from specdec.runners.choice import RunnerMaker
-from specdec.runners.known_layers import UnknownModule
+from specdec.runners.known_layers import UnknownModule, hooks_in
 from specdec.runners.layers import LayerByLayer, ModuleLayer
 from specdec.runners.linear import PackedWeight
 from specdec.runners.native import NativeRunner
@@ -65,7 +65,7 @@ def _without(layer: nn.Module, part: Part) -> nn.Module:
     name = next((name for name in _NAMES[part] if layer._modules.get(name) is not None), None)
     if name is None:
         raise UnknownModule(f"a {type(layer).__name__} has no part called {' or '.join(_NAMES[part])}")
-    if "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks:
+    if "forward" in layer.__dict__ or hooks_in(layer._forward_hooks) or hooks_in(layer._forward_pre_hooks):
         raise UnknownModule(f"a {type(layer).__name__} has hooks, or a forward of its own")
     made: nn.Module = object.__new__(type(layer))
     object.__setattr__(made, "__dict__", {**layer.__dict__, "_modules": {**layer._modules, name: _Zeros(part)}})

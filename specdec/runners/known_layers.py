@@ -7,7 +7,7 @@ accelerate or a quantiser changed is run by its own modules. Later changes are n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ __all__ = [
     "UnknownModule",
     "gain",
     "gains",
+    "hooks_in",
     "in_blocks",
     "is_known_norm",
     "stacked",
@@ -110,10 +111,19 @@ _LAYERS |= {
     ),
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Where transformers' hooks come from that look at what a module gives, once a user has asked for hidden states.
+_LOOKS = "transformers.utils.output_capturing"
 
 
 class UnknownModule(Exception):
     """A module that only its own code can run; the message has its name and the reason."""
+
+
+def hooks_in(table: Mapping[int, Any]) -> list[Any]:
+    """The hooks in a module's table, without those that change nothing and look only while the model itself is called:
+    transformers leaves them in a model that was asked for hidden states or attentions.
+    """
+    return [hook for hook in table.values() if getattr(hook, "__module__", None) != _LOOKS]
 
 
 def why_special(module: nn.Module) -> str | None:
@@ -128,7 +138,7 @@ def why_special(module: nn.Module) -> str | None:
         return f"has a {name} that is a {type(parameter.data).__name__}"
     if "forward" in module.__dict__:
         return "has a forward of its own"
-    if hasattr(module, "_hf_hook") or any(getattr(module, name, None) for name in _HOOKS):
+    if hasattr(module, "_hf_hook") or any(hooks_in(getattr(module, name, {})) for name in _HOOKS):
         return "has hooks"
     if "parametrizations" in module._modules:
         return "is parametrized"

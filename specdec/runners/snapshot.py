@@ -13,6 +13,7 @@ import ctypes
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import starmap
 from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
@@ -23,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_modules
 
 from specdec.errors import shown
-from specdec.runners.known_layers import why_special
+from specdec.runners.known_layers import hooks_in, why_special
 
 __all__ = ["Outline", "Snapshot"]
 
@@ -73,7 +74,7 @@ class Snapshot:
         for holder in holders:
             self._read(holder, ("_modules",))
         self._spaces = [space for space, _, _ in self._sized]
-        self._sizes = [*map(len, self._spaces)]
+        self._sizes, self._counts = [*map(len, self._spaces)], [*starmap(_count, self._sized)]
         self._owns = [vars(module) for module in self._modules]
         self._own_sizes = [*map(len, self._owns)]
         self._own_keys = [own.keys() - _BASE for own in self._owns]
@@ -99,11 +100,13 @@ class Snapshot:
     def changed(self) -> str | None:
         """What was changed, or None. It is asked before every generation, so no function is called for each module."""
         try:
-            weights = _found(self._tensors)
+            weights, sizes = _found(self._tensors), [*map(len, self._spaces)]
+            if sizes != self._sizes and [*starmap(_count, self._sized)] == self._counts:
+                self._sizes = sizes  # hidden states were asked for meanwhile
             same = (
                 [*map(type, self._modules)] == self._classes
                 and [kind.forward for kind in self._kinds] == self._forwards
-                and [*map(len, self._spaces)] == self._sizes
+                and sizes == self._sizes
                 and bool(_found(self._plain) == self._values)
                 and all(map(is_, _found(self._objects), self._things))
                 and all(map(is_, weights, [ref() for ref in self._refs]))
@@ -239,11 +242,16 @@ class Outline:
         return [*map(_around, self._modules), embedding, _settings(self._config)]
 
 
+def _count(space: Any, part: str, _: nn.Module | None) -> int:
+    """How many things are in a module's table, of hooks without those that change nothing."""
+    return len(hooks_in(space) if part in _HOOKS else space)
+
+
 def _around(module: nn.Module) -> dict[str, Any]:
     """A module's numbers, its ``forward`` and hooks."""
     own = vars(module)
     found = {key: value for key, value in own.items() if type(value) in (int, float)}
-    hooks = (*(hook for kind in _HOOKS for hook in own[kind].values()), own.get("_hf_hook"))
+    hooks = (*(hook for kind in _HOOKS for hook in hooks_in(own[kind])), own.get("_hf_hook"))
     return found | {"forward": own.get("forward", type(module).forward), "hooks": hooks}
 
 

@@ -161,8 +161,12 @@ def test_half_layers_leave_the_model_as_it_is() -> None:
 
 
 def test_layers_with_hooks_are_left_out_whole_only() -> None:
-    """A hook may stand for the layer's forward, accelerate's for one; then no part can be cut out."""
+    """A hook may stand for the layer's forward, accelerate's for one; then no part can be cut out. Transformers' hooks
+    that hidden states were asked for with only look.
+    """
     model = new_model("llama")
+    model(torch.tensor([PROMPT]), output_hidden_states=True)
+    assert TransformersTarget(model, execution="transformers").half_layers("mlp") is not None
     model.model.layers[1].register_forward_hook(lambda *_: None)
     target = TransformersTarget(model, execution="transformers")
     assert target.half_layers("mlp") is None

@@ -33,6 +33,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # that the
 PROMPT = models.prompt_of(21)
 KINDS = ("sliding_attention", "full_attention", "sliding_attention")
 
+needs_compiler = pytest.mark.skipif(library() is None, reason="no C compiler works here")
+
 Edit = Callable[[Any, pytest.MonkeyPatch], object]
 
 
@@ -257,11 +259,26 @@ def test_what_changes_no_text_is_let_pass(execution: str, tmp_path: Path) -> Non
         lambda: setattr(model.config, "pad_token_id", 3),
         lambda: [setattr(module, "tag", number) for number, module in enumerate(model.modules())],
         lambda: put_back(mlp(model).up_proj),
+        lambda: model(torch.tensor([PROMPT]), output_hidden_states=True, output_attentions=True),  # leaves hooks
     )
     for change in changes:
         change()
         out = engine.generate(PROMPT, 9, prefix_cache=kept)
         assert (out.token_ids, out.stats.reused_tokens) == (expected, 20)
+
+
+@pytest.mark.parametrize("execution", ["fused", pytest.param("native", marks=needs_compiler)])
+def test_a_model_that_was_asked_for_hidden_states_runs_as_before(execution: str) -> None:
+    """Transformers leaves hooks in it that only look; a hook of another kind beside them is noticed."""
+    model = model_of()
+    expected = models.reference(model, PROMPT, 9)
+    model(torch.tensor([PROMPT]), output_hidden_states=True)
+    assert model.model.layers[0]._forward_hooks
+    engine = Engine(TransformersTarget(model, execution=execution))
+    assert engine.generate(PROMPT, 9).token_ids == expected
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(TargetError, match="other hooks than before"):
+        engine.generate(PROMPT, 9)
 
 
 def put_back(linear: Any) -> None:
