@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
@@ -23,16 +23,19 @@ SECONDS = 120
 
 @dataclass(frozen=True)
 class Running:
-    """A server that runs."""
+    """A server that runs, and the clients that were made for it."""
 
     url: str
     server: Server
     service: Service
     thread: Thread
+    clients: list[openai.OpenAI] = field(default_factory=list)
 
     def openai(self, key: str = "none") -> openai.OpenAI:
         """The official client, which never asks twice."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
+        self.clients.append(client)  # the collector would warn of its sockets, in whatever test it runs
+        return client
 
     def async_openai(self) -> openai.AsyncOpenAI:
         """The same for asyncio."""
@@ -71,10 +74,13 @@ def serving(engine: Engine, **options: Any) -> Iterator[Running]:
         server = Server(Service(engine, config), ready.set)
         thread = Thread(target=server.run, kwargs={"sockets": [listening]}, name="server")
         thread.start()
+        running = Running(address_of(listening), server, server.service, thread)
         try:
             assert ready.wait(SECONDS)
-            yield Running(address_of(listening), server, server.service, thread)
+            yield running
         finally:
             server.should_exit = True
             thread.join(SECONDS)
+            for client in running.clients:
+                client.close()
             assert not thread.is_alive()
