@@ -252,7 +252,7 @@ class DrafterBase:
         return cls(config)
 
     def warm_up(self, target: Target, rows: int, sequences: int) -> None:
-        """Have what passes of up to ``rows`` rows of each of so many sequences compile and record once."""
+        """Compile and record the drafter's passes, for up to ``rows`` rows of each of ``sequences`` sequences."""
 
 
 class DrafterWrapper:

@@ -17,6 +17,7 @@ from drafters.medusa.heads import HeadsConfig, MedusaHeads
 from drafters.rest.datastore import build_datastore
 from drafters.shared.fingerprint import fingerprint, known_tokenizer
 from specdec.models.transformers_target import TransformersTarget
+from specdec.step.block import Block
 from specdec.target import Target
 from tests import heads
 
@@ -143,6 +144,19 @@ def _model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
 def _target_of(family: str, dtype: torch.dtype, attention: str, execution: str) -> TransformersTarget:
     model = _model_of(family, dtype) if execution == "transformers" else new_model(family, dtype)
     return TransformersTarget(model, attention=attention, execution=execution, owned=True)
+
+
+def logits_of(target: TransformersTarget, tokens: Any, chunk: int = 64) -> torch.Tensor:
+    """[T, V] of a text that is run in chunks."""
+    cache, found = target.new_cache(capacity=64, rows=64), []
+    with target.active():
+        for first in range(0, len(tokens), chunk):
+            part = tokens[first : first + chunk]
+            output = target.forward(Block(cache, part, device=target.device)).logits
+            assert output is not None
+            found.append(output.clone())
+            cache.commit(range(len(part)))
+    return torch.cat(found)
 
 
 @cache

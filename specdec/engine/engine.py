@@ -122,7 +122,7 @@ class Engine:
         return min(512, max(32, min(windows))) if windows else 512  # a window's size, but no sliver
 
     def warm_up(self, sequences: int = 1) -> None:
-        """On a GPU, compile and record what steps of up to so many sequences take, before the first answer does.
+        """Compile kernels and record graphs on a GPU for steps of up to ``sequences`` sequences.
 
         A step that records is compared with no other, so this changes no decision, only how long first answers take.
         Recorded are the buckets of up to ``max_rows`` rows of one sequence, of several up to 64 rows together, and the

@@ -275,7 +275,7 @@ class TransformersTarget:
         caches = [self.new_cache(capacity=1, rows=sizes[-1]) for _ in range(bucket(sequences))]
 
         def rows_for(count: int, each: int, whole: int) -> Rows:
-            """The last ``each`` rows of a chain of ``whole`` rows, of so many sequences; a part of it is a tree's."""
+            """The last ``each`` of a chain's ``whole`` rows, for ``count`` sequences; a part is marked as a tree."""
             place: dict[str, Any] = {"device": self.device, "backend": self.backend}
             if each < whole:
                 place |= {"parents": range(-1, whole - 1), "depths": range(whole), "first": whole - each}

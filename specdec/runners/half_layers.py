@@ -112,14 +112,14 @@ def _zeros(outputs: int, inputs: int, dtype: torch.dtype) -> PackedWeight:
 
 
 class Beside:
-    """What a narrow attention that adds zeros looks at and stores to: rows of zeros in a cache of their own."""
+    """Rows of zeros in a cache of their own, for a narrow attention that adds zeros."""
 
     def __init__(self, layers: int, dtype: torch.dtype) -> None:
         self._specs = [LayerSpec(1, _NARROW, _NARROW, None, torch.device("cpu"), dtype)] * layers
         self._made = dict[int, tuple[Block, torch.Tensor]]()
 
     def rows(self, count: int) -> tuple[Block, torch.Tensor]:
-        """A block of so many rows, and rotary positions [count, d] for them."""
+        """A block of ``count`` rows, and their rotary positions [count, d]."""
         if count not in self._made:
             cache = KVCache(self._specs, capacity=count, rows=count)
             self._made[count] = Block(cache, [0] * count), torch.zeros(count, _NARROW)

@@ -13,30 +13,18 @@ from specdec.errors import CheckpointError, ConfigError, TargetError
 from specdec.native import library as native
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.experts import PackedExperts
-from specdec.step.block import Block
+from tests.models import logits_of
 from tests.quantised_files import quantised_file
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 FAMILIES = ("qwen3moe", "mixtral")
 MIXED = ("Q4_K", "Q6_K", "Q5_0", "Q8_0", "Q4_0")
 PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
+TEXT = (PROMPT * 4)[:33]
 
 
 def target_of(file: Path, **options: Any) -> TransformersTarget:
     return TransformersTarget.from_pretrained(file, **options)
-
-
-def logits_of(target: TransformersTarget, chunk: int, count: int = 33) -> torch.Tensor:
-    """[count, V] of a text that is run in chunks."""
-    tokens, cache, found = (PROMPT * 4)[:count], target.new_cache(capacity=64, rows=64), []
-    with target.active():
-        for first in range(0, count, chunk):
-            part = tokens[first : first + chunk]
-            output = target.forward(Block(cache, part, device=target.device)).logits
-            assert output is not None
-            found.append(output.clone())
-            cache.commit(range(len(part)))
-    return torch.cat(found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,11 +52,11 @@ def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(
     family: str, threads: int, activations: str, tmp_path: Path
 ) -> None:
     target = target_of(quantised_file(tmp_path / "small.gguf", MIXED, family=family), activations=activations)
-    alone, before = logits_of(target, 1), torch.get_num_threads()
+    alone, before = logits_of(target, TEXT, 1), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for chunk in (2, 3, 4, 5, 8, 9, 16, 17, 32, 33):
-            assert torch.equal(logits_of(target, chunk), alone), chunk
+            assert torch.equal(logits_of(target, TEXT, chunk), alone), chunk
     finally:
         torch.set_num_threads(before)
 

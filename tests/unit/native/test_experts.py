@@ -35,19 +35,6 @@ def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: An
     return TransformersTarget(new_model(family, dtype, **changes), execution="native", owned=True)
 
 
-def logits_of(target: TransformersTarget, tokens: Any, chunk: int = 64) -> torch.Tensor:
-    """[T, V] of a text that is run in chunks."""
-    cache, found = target.new_cache(capacity=64, rows=64), []
-    with target.active():
-        for first in range(0, len(tokens), chunk):
-            part = tokens[first : first + chunk]
-            output = target.forward(Block(cache, part, device=target.device)).logits
-            assert output is not None
-            found.append(output.clone())
-            cache.commit(range(len(part)))
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("chosen", [1, 2, 7])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str, chosen: int) -> None:
@@ -61,7 +48,7 @@ def test_logits_are_those_of_transformers(family: str, chosen: int) -> None:
     with torch.inference_mode():
         expected = exact(torch.tensor([tokens])).logits[0]
         theirs = model(torch.tensor([tokens])).logits[0].double() - expected
-    found = logits_of(TransformersTarget(model, execution="native", owned=True), tokens).double() - expected
+    found = models.logits_of(TransformersTarget(model, execution="native", owned=True), tokens).double() - expected
     assert float(found.abs().max()) < max(3 * float(theirs.abs().max()), 1e-5)
 
 
@@ -89,11 +76,11 @@ def test_shares_of_a_row_s_experts_add_up_to_one_where_the_router_says_so(norm_t
 def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(family: str, dtype: torch.dtype, threads: int) -> None:
     """By up to 32 rows, some of which share an expert; also by two threads."""
     target, tokens = native_target(family, dtype, **{COUNTS[family]: 5}), models.prompt_of(40)
-    alone, before = logits_of(target, tokens, 1), torch.get_num_threads()
+    alone, before = models.logits_of(target, tokens, 1), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for chunk in (*range(2, 33), 40) if threads == 1 else (2, 5, 11, 32):
-            assert torch.equal(logits_of(target, tokens, chunk), alone), chunk
+            assert torch.equal(models.logits_of(target, tokens, chunk), alone), chunk
     finally:
         torch.set_num_threads(before)
 
