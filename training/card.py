@@ -19,7 +19,7 @@ from training.packing import Windows
 
 __all__ = ["CardText", "among", "command_line", "identity", "model_card", "write_card"]
 
-_PLACES = ("model", "data", "eval_data", "out", "text")  # hashes identify these better
+_PLACES = ("model", "data", "eval_data", "out", "features_folder", "text")  # hashes identify these better
 
 
 def identity(config: Any, weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,23 @@
 """Features: a frozen target's hidden states for windows of text, computed by the decoding code, as drafters see them.
 
-They depend on the window alone, not on its batch, so they can be kept: a second epoch then needs no forward of the
-target, which with little data is most of the training time.
+They depend on the window alone, not on its batch, so they can be kept, in memory or on disk: a second epoch, or a second
+run, then needs no forward of the target, which with little data is most of the training time.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from drafters.shared.fingerprint import fingerprint
 
 from specdec.models.transformers_target import TransformersTarget
+from specdec.settings.files import replacing, writing
 from specdec.step.block import Block
 from specdec.target import FINAL
 from training.packing import Batch
@@ -28,6 +35,7 @@ class FrozenTarget:
         layers: for each number l >= 1, features are the residual stream after l layers.
         draft_tokens: [d] the draft vocabulary of the head; None for all tokens.
         keep: bytes of features to keep in memory; further windows are computed each time.
+        folder: folder that keeps the features of all windows instead, a file for each; several runs can share it.
     """
 
     def __init__(
@@ -37,11 +45,14 @@ class FrozenTarget:
         *,
         draft_tokens: torch.Tensor | None = None,
         keep: int = 0,
+        folder: Path | None = None,
     ) -> None:
         self.target = target
         self.draft_tokens = draft_tokens
         self._taps = [*sorted(set(layers)), FINAL]
         self._keep = keep
+        self._folder = folder
+        self._identity = f"{fingerprint(target)} {target.dtype} {target.runner.name} {self._taps}" if folder else ""
         self._slabs: list[torch.Tensor] = []  # [windows, taps, L, D]
         self._places: dict[int, int] = {}  # number of a window -> its index in the slabs
         # A product with gradients, in its input's dtype.
@@ -68,6 +79,8 @@ class FrozenTarget:
 
     def _window(self, number: int, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
         """[taps, L, D] the features of one window."""
+        if self._folder is not None:
+            return self._stored(self._folder, tokens, documents)
         place = self._places.get(number)
         if place is not None:
             return self._slabs[place // _SLAB][place % _SLAB]
@@ -79,6 +92,18 @@ class FrozenTarget:
             self._slabs[-1][place % _SLAB] = features
             self._places[number] = place
         return features
+
+    def _stored(self, folder: Path, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        """The features of a window from its file, which is written where it is missing or cannot be read."""
+        text = torch.stack((tokens, documents)).cpu().numpy().tobytes()
+        path = folder / f"{hashlib.sha256(self._identity.encode() + text).hexdigest()[:32]}.safetensors"
+        try:
+            return load_file(path)["features"].to(tokens.device)
+        except (OSError, SafetensorError):
+            features = self._computed(tokens, documents)
+            with writing("features", path, "free space, or leave features_folder out"), replacing(path) as new:
+                save_file({"features": features.cpu().contiguous()}, new)
+            return features
 
     def _computed(self, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
         """[taps, L, D] the features of one window; its pieces of text do not see each other, so each is a forward."""

@@ -48,6 +48,8 @@ class TrainConfig(WeightsOptions):
         labels: ``soft`` for the target's distribution, or ``hard`` for one token; see the drafter's own config.
         keep_features: GiB of the target's features to keep in memory, so that later epochs need no forward of the
             target.
+        features_folder: folder on disk that keeps them instead, for later runs and for other heads of the same layers;
+            4.5 KiB a token for SmolLM2's last states and three layers.
         save_dtype: dtype of the weights' file, ``float32`` or ``bfloat16``; checkpoints are float32.
         text, loop, evaluation: see their classes.
 
@@ -61,6 +63,7 @@ class TrainConfig(WeightsOptions):
     start: str | None = None
     labels: Literal["soft", "hard"] = "soft"
     keep_features: Annotated[float, Ge(0), "a size in GiB, 0 or more"] = 4.0
+    features_folder: str | None = None
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     text: TextConfig = field(default_factory=TextConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -148,7 +151,8 @@ class DrafterTraining:
     ) -> None:
         self.module, self.texts, self.config = module, texts, config
         keep = int(config.keep_features * 2**30)
-        self.frozen = FrozenTarget(target, layers, draft_tokens=module.draft_tokens, keep=keep)
+        folder = None if config.features_folder is None else Path(config.features_folder)
+        self.frozen = FrozenTarget(target, layers, draft_tokens=module.draft_tokens, keep=keep, folder=folder)
 
     def batch_of(self, text: Written, first: int, end: int) -> Batch:
         """A batch of one text, whose targets are the positions [first, end)."""
