@@ -112,19 +112,21 @@ def product_variants(sample: bool, arch: int) -> Iterator[Variant]:
         DTYPES[:1] if sample else DTYPES[:2], buckets[:: len(buckets) - 1] if sample else buckets
     ):
         for outputs, inputs, gated in shapes[:2] if sample else shapes:
-            cut = product.cut_of(outputs, inputs, gated, bucket, SHARED[arch])
-            types = {
-                "activations": dtype,
-                "weight": dtype,
-                "bias": dtype,
-                "output": "fp32" if cut.splits > 1 else dtype,
-            }
-            name = f"product {dtype} {outputs} of {inputs} bucket {bucket}{' gated' if gated else ''}"
-            yield name, product._product, types, {
-                "OUTPUTS": outputs, "INPUTS": inputs, "TILE": cut.tile, "STEP": cut.step, "BUCKET": bucket,
-                "SPLITS": cut.splits, "GATED": gated, "BIASED": True, "AHEAD": 256 if inputs >= 256 else 0,
-                "num_warps": cut.warps, "num_stages": cut.stages,
-            }  # fmt: skip
+            offered = product.offered(outputs, inputs, gated, bucket, SHARED[arch])
+            for number, cut in enumerate(offered if bucket > 32 or not sample else offered[:1]):
+                types = {
+                    "activations": dtype,
+                    "weight": dtype,
+                    "bias": dtype,
+                    "output": "fp32" if cut.splits > 1 else dtype,
+                }
+                kind = f"{' gated' if gated else ''}{f' cut {number}' if number else ''}"
+                name = f"product {dtype} {outputs} of {inputs} bucket {bucket}{kind}"
+                yield name, product._product, types, {
+                    "OUTPUTS": outputs, "INPUTS": inputs, "TILE": cut.tile, "STEP": cut.step, "BUCKET": cut.rows,
+                    "SPLITS": cut.splits, "GATED": gated, "BIASED": True, "AHEAD": 256 if inputs >= 256 else 0,
+                    "num_warps": cut.warps, "num_stages": cut.stages,
+                }  # fmt: skip
 
 
 def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
@@ -172,6 +174,10 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
         rows = constants.get("INPUTS", constants.get("WIDTH"))
         if rows % 8 == 0 and "cp.async" not in found.asm["ptx"]:
             raise ValueError("it reads keys or weights number by number")
+        if kernel is product._product and arch >= 90 and "mma.sync" in found.asm["ptx"]:
+            raise ValueError(
+                "it takes another instruction of the tensor cores than other cuts, which may round otherwise"
+            )
         if rows % 8 == 0 and narrow:
             raise SlowError(f"it does not read 16 bytes at once but {narrow}")
     full = kernel is tree._tree and types["query"] == "fp32"  # without tensor cores its scores do not fit

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from scripts.gpu_bits import bits, texts
+from scripts.gpu_cuts import cuts
 from scripts.gpu_rivals import drafting, rivals
 from scripts.gpu_shapes import Figures, Part, product_shapes, tree_parents
 from specdec import Draft, Engine
@@ -212,7 +213,8 @@ def products(check: Any) -> Iterator[Part]:
             x, taken = torch.randn(rows, inputs, dtype=check.dtype, device=check.device), {}
             for cut in cuts_of(outputs, inputs, gated, bucket, shared):
                 us = device_us(
-                    lambda call, x=x, cut=cut: product(x, weights[call % 4], None, gated=gated, cut=cut), check.device
+                    lambda call, x=x, own={bucket: cut}: product(x, weights[call % 4], None, gated=gated, cuts=own),
+                    check.device,
                 )
                 taken[named_cut(cut)] = 2e-6 * high * inputs / us
             best = max(taken, key=taken.__getitem__)
@@ -252,11 +254,12 @@ KERNELS = [f"specdec.runners.kernels.{name}" for name in ("launch", "layer", "pr
 """What parts import when they run."""
 SECTIONS: dict[str, Callable[[Any], Iterator[Part]]] = {
     "bandwidth": bandwidth, "bits": bits, "texts": texts, "step": step, "batches": batches, "drafting": drafting,
-    "tests": tests, "profile": profile, "products": products, "rivals": rivals,
+    "tests": tests, "profile": profile, "cuts": cuts, "products": products,
+    "rivals": rivals,
 }  # fmt: skip
 LIMITS = {
     "bandwidth": 8, "bits": 85, "texts": 110, "step": 50, "batches": 45, "drafting": 80, "tests": 70, "profile": 22,
-    "products": 40, "rivals": 90,
+    "cuts": 40, "products": 35, "rivals": 55,
 }  # fmt: skip
 """Seconds of each; ten minutes with what is imported and made in between."""
 

@@ -43,7 +43,7 @@ class Kernels:
         return F.silu(first) * second
 
     def product(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: Any, *, gated: bool = False, whole: bool = False
+        self, rows: Any, weight: torch.Tensor, bias: Any, *, gated: bool = False, cuts: Any = None, whole: bool = False
     ) -> torch.Tensor:
         found = F.linear(rows, weight, bias)
         return self.gate(found) if gated else found
@@ -75,6 +75,9 @@ class Kernels:
         self, query: Any, where: Mapping[str, Any], layer: int, key_heads: int, window: int | None, scale: float,
         segments: int,
     ) -> torch.Tensor:  # fmt: skip
+        if "closure" not in where:  # a chain's that is launched
+            _, before, rows = where["counts"].tolist()
+            where = {**where, "closure": torch.ones(rows, before + rows, dtype=torch.bool).tril(before)}
         parts = query.split(where["closure"].shape[-2], 2)
         both = zip(parts, _sequences(where), strict=True)
         return torch.cat([self._attended(part, one, layer, window, scale) for part, one in both])

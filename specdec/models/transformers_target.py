@@ -73,7 +73,7 @@ from specdec.runners.snapshot import Outline, Snapshot
 from specdec.settings.arguments import checked
 from specdec.settings.files import cache_folder
 from specdec.step.batched_rows import rows_of
-from specdec.step.block import Block, Rows
+from specdec.step.block import MOST_REPLAYED, Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.tree import Entry
 from specdec.step.visibility import bucket
@@ -262,7 +262,7 @@ class TransformersTarget:
         exit_layer: int | None = None,
         levels: int = 0,
     ) -> None:
-        """Run steps of every bucket, so that no later one has to compile or to record it.
+        """Choose how products are cut, and run steps of every bucket, so that no later one has to compile or record it.
 
         Args:
             rows: most rows of a sequence's step.
@@ -282,6 +282,11 @@ class TransformersTarget:
             return rows_of([Block(cache, [0] * each, **place) for cache in caches[:count]])
 
         with self.active():
+            most = min(bucket(max(rows, sequences)), MOST_REPLAYED)
+            alone = self.new_cache(capacity=1, rows=most)
+            self.runner.choose_cuts(
+                lambda count: Block(alone, [0] * count, device=self.device, backend=self.backend), most
+            )
             for count, each in itertools.product((1 << power for power in range(len(caches).bit_length())), sizes):
                 if count > 1 and each > 1 and count * each > _WARM_ROWS:
                     continue
@@ -448,6 +453,7 @@ class TransformersTarget:
                 "attention": "in the same call" if self.runner.name == "native" else self._describe_attention(),
                 "batch-invariant": "yes" if self.batch_invariant else f"no: {self._varies()}",
                 "CUDA graphs": self.runner.graphs(self.backend) if self.device.type == "cuda" else None,
+                "cuts of products": self.runner.cuts(),
                 "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             },
             "machine": {

@@ -23,6 +23,7 @@ from torch import nn
 
 from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
 from specdec.runners.cuda import CudaLayer, CudaRunner
+from specdec.runners.cuts import ChosenCuts
 from specdec.runners.graphs import CudaRecorder
 from specdec.runners.known_layers import KnownHead, KnownLayer, UnknownModule, in_blocks
 from specdec.runners.layers import FusedLayer, LayerByLayer, ModuleLayer
@@ -144,9 +145,11 @@ class RunnerMaker:
         if name == "fused" and (kernels := self._kernels()) is not None:
             known = [layer for layer in self._fusible if isinstance(layer, KnownLayer)]
             modules = [module for layer in known for module in layer.module.modules()]
-            recorder = CudaRecorder(next(self.layers.parameters()).device)
-            cuda = [CudaLayer(layer, files, kernels) for layer in known]
-            return CudaRunner(cuda, recorder, kernels, self._longest, **self._parts(modules))
+            weight = next(self.layers.parameters())
+            cuts = ChosenCuts(kernels, weight.device, weight.dtype)
+            cuda = [CudaLayer(layer, files, kernels, cuts) for layer in known]
+            recorder = CudaRecorder(weight.device)
+            return CudaRunner(cuda, recorder, kernels, self._longest, cuts, **self._parts(modules))
         if name == "fused":
             for layer in self._fusible:
                 if isinstance(layer, KnownLayer):

@@ -12,8 +12,8 @@ computed together with the next norm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specdec.runners.attention import attend
+from specdec.runners.cuts import ChosenCuts, Weight, weight_of
 from specdec.runners.graphs import CosSin, Recorder, StepGraphs, StepInputs
 from specdec.runners.known_layers import KnownLayer, is_known_norm, why_special
 from specdec.runners.layers import LayerByLayer, stack_linears
@@ -35,6 +36,7 @@ __all__ = ["CudaLayer", "CudaRunner"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_ROWS = 256  # for which kernels are compiled; more rows are several programs' affair
+_GATE_UP = 2  # place of the product that is of two, among a layer's
 _ALIGN = 16  # bytes, to a multiple of which the kernel of products reads ahead
 
 
@@ -50,12 +52,14 @@ def _why_varying(weight: torch.Tensor) -> str | None:
 class CudaLayer:
     """A known layer in nine launches; with ``files`` its linears become views of the stacked weights.
 
+    ``cuts``: how its products are cut.
+
     Attributes:
         varies: why a row of its products depends on the rows beside it; None if it does not.
         norm: weight [D] and epsilon of its first norm.
     """
 
-    def __init__(self, layer: KnownLayer, files: FilePages | None, kernels: ModuleType) -> None:
+    def __init__(self, layer: KnownLayer, files: FilePages | None, kernels: ModuleType, cuts: ChosenCuts) -> None:
         self._number, self._scale = layer.number, layer.scale
         self._shape = layer.query_heads, layer.key_heads, layer.head_dim
         self._products = stack_linears(layer, files)
@@ -65,7 +69,7 @@ class CudaLayer:
             query, key = layer.head_norms
             self._head_norms = (query.weight.data, key.weight.data, query.variance_epsilon)
         self.norm = self._norms[0]
-        self._kernels = kernels
+        self._kernels, self._cuts = kernels, cuts
         self.varies = next(filter(None, (_why_varying(product.weight) for product in self._products)), None)
 
     def own(self, block: Rows | StepInputs) -> bool:
@@ -96,7 +100,8 @@ class CudaLayer:
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         residual, normed = kernels.add_norm(residual, self._product(mixed, out, own), *self._norms[1])
         if own:
-            gated = kernels.product(normed, gate_up.weight, gate_up.bias, gated=True)
+            cuts = self._cuts.of(weight_of(gate_up.weight, gated=True))
+            gated = kernels.product(normed, gate_up.weight, gate_up.bias, gated=True, cuts=cuts)
         else:
             gated = kernels.gate(F.linear(normed, gate_up.weight, gate_up.bias))
         return residual, self._product(gated, down, own)
@@ -104,8 +109,14 @@ class CudaLayer:
     def _product(self, rows: torch.Tensor, linear: DenseLinear, own: bool) -> torch.Tensor:
         if not own:
             return F.linear(rows, linear.weight, linear.bias)
-        product: torch.Tensor = self._kernels.product(rows, linear.weight, linear.bias)
+        cuts = self._cuts.of(weight_of(linear.weight))
+        product: torch.Tensor = self._kernels.product(rows, linear.weight, linear.bias, cuts=cuts)
         return product
+
+    def products(self) -> Iterator[tuple[Weight, DenseLinear]]:
+        """Its four products, each with its shape."""
+        for number, linear in enumerate(self._products):
+            yield weight_of(linear.weight, gated=number == _GATE_UP), linear
 
     def _attend(
         self, heads: torch.Tensor, block: Block | StepInputs, cos_sin: CosSin, own: bool, segments: int
@@ -125,11 +136,18 @@ class CudaLayer:
 class CudaRunner(LayerByLayer):
     """A loop over CUDA layers, recorded by ``recorder``; see :class:`LayerByLayer`.
 
-    ``longest``: the model's context length in tokens; a longer text has the graphs recorded again.
+    ``longest``: the model's context length in tokens; a longer text has the graphs recorded again. ``cuts``: how the
+    products of the layers and the head are cut.
     """
 
     def __init__(
-        self, layers: Sequence[CudaLayer], recorder: Recorder, kernels: ModuleType, longest: int, **parts: Any
+        self,
+        layers: Sequence[CudaLayer],
+        recorder: Recorder,
+        kernels: ModuleType,
+        longest: int,
+        cuts: ChosenCuts,
+        **parts: Any,
     ) -> None:
         norm, head = parts["norm"], parts["head"]
         self.varies = next(filter(None, (layer.varies for layer in layers)), None) or _why_ends_vary(
@@ -137,11 +155,11 @@ class CudaRunner(LayerByLayer):
         )
         read = [*parts["modules"], head] if self.batch_invariant else parts["modules"]
         super().__init__("fused", [], **{**parts, "modules": read})
-        self._known, self._kernels, self._longest = tuple(layers), kernels, longest
+        self._known, self._kernels, self._longest, self._cuts = tuple(layers), kernels, longest, cuts
         self._graphs = StepGraphs(recorder, self._launch)
         self._launched: set[tuple[int, type, str]] = set()  # kinds of rows that were launched kernel by kernel
         if self.batch_invariant:
-            self.norm, self.head = _Norm(kernels, norm), _Head(kernels, head)
+            self.norm, self.head = _Norm(kernels, norm), _Head(kernels, head, cuts)
 
     def run(
         self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
@@ -162,6 +180,44 @@ class CudaRunner(LayerByLayer):
 
     def graphs(self, backend: str) -> str:
         return self._graphs.describe(backend)
+
+    def cuts(self) -> str | None:
+        return self._cuts.describe() if self.batch_invariant else None
+
+    def choose_cuts(self, rows: Callable[[int], Rows], most: int) -> None:
+        if not self.batch_invariant or self._cuts.card is None or not self._graphs.takes(rows(1)):
+            return
+        first, *others = self._cuts.buckets()
+        counts = {first: 1, **{size: min(size, most) for size in others if size < 2 * most}}
+        head: Any = self.head
+        products: dict[Weight, Any] = {weight_of(head.weight): head}
+        products |= {weight: linear for layer in self._known for weight, linear in layer.products()}
+
+        @contextmanager
+        def recording(bucket: int) -> Iterator[Callable[[], Callable[[], None]]]:
+            block = rows(counts[bucket])
+            hidden = self.enter(block)
+            with self._graphs.aside(hidden, block, self._rotary.cos_sin(block, hidden)) as record:
+                yield lambda: record(self._whole)
+
+        def same(weight: Weight, bucket: int, cut: Any) -> bool:
+            own, activations = products[weight], _any_rows(bucket, products[weight].weight)
+            given = {"gated": weight[-1], "whole": own is head}
+            one, other = (
+                self._kernels.product(activations, own.weight, own.bias, cuts=cuts, **given)
+                for cuts in ({}, {bucket: cut})
+            )
+            return torch.equal(one, other)
+
+        for weight in products:
+            self._cuts.of(weight)
+        if self._cuts.choose([*counts], recording, same):
+            self._graphs.forget()
+
+    def _whole(self, inputs: StepInputs) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """A step of all layers, with its logits [B, V]."""
+        hidden, found = self._launch(inputs.hidden, inputs, 0, len(self._known), (), inputs.cos_sin)
+        return self.head(self.norm(hidden)), found
 
     def _launch(
         self,
@@ -234,11 +290,20 @@ class _Norm:
 class _Head:
     """A plain head, [..., D] to [..., V]."""
 
-    def __init__(self, kernels: ModuleType, head: nn.Linear) -> None:
-        self._kernels, self._weight = kernels, head.weight.data
-        self._bias = None if head.bias is None else head.bias.data
+    def __init__(self, kernels: ModuleType, head: nn.Linear, cuts: ChosenCuts) -> None:
+        self._kernels, self.weight, self._cuts = kernels, head.weight.data, cuts
+        self.bias = None if head.bias is None else head.bias.data
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        logits: torch.Tensor = self._kernels.product(rows, self._weight, self._bias, whole=True)
+        cuts = self._cuts.of(weight_of(self.weight))
+        logits: torch.Tensor = self._kernels.product(rows, self.weight, self.bias, cuts=cuts, whole=True)
         return logits.view(*hidden.shape[:-1], -1)
+
+
+def _any_rows(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Rows [count, in] for a weight [out, in], of numbers of many sizes; torch's own generators give none of them."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(count, like.shape[1], generator=generator)
+    sizes = torch.randint(-6, 3, rows.shape, generator=generator)
+    return torch.ldexp(rows, sizes).to(like)

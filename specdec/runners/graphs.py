@@ -195,6 +195,22 @@ class StepGraphs:
             replay()
             return _own(output, block), {tap: _own(rows, block) for tap, rows in found.items()}
 
+    @contextmanager
+    def aside(self, hidden: torch.Tensor, block: Rows, cos_sin: CosSin) -> Iterator[Callable[..., Callable[[], None]]]:
+        """Record steps of these rows that are for no text: a function that records work, and returns what does it.
+
+        No other step is run meanwhile, as it would share the recorder's memory.
+        """
+        with self._lock, FirstTimes.during():
+            inputs = StepInputs(hidden, block, cos_sin)
+            inputs.fill(hidden, block, cos_sin)
+            yield lambda work: self._recorder.record(lambda: work(inputs))[1]
+
+    def forget(self) -> None:
+        """Record each step again when it comes next."""
+        with self._lock:
+            self._graphs.clear()
+
     def describe(self, backend: str) -> str:
         """What is used, or why nothing is."""
         if backend != "auto":

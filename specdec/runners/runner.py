@@ -100,6 +100,17 @@ class LayerRunner(ABC):
         """How steps are replayed as CUDA graphs with such attention, or why they are not."""
         return f"not used: {self.name} layers are not all Llama-like layers that Triton's kernels run on one device"
 
+    def cuts(self) -> str | None:
+        """How products are cut that have several ways of the same numbers, and why; None where there is one way."""
+        return None
+
+    def choose_cuts(self, rows: Callable[[int], Rows], most: int) -> None:
+        """Choose among them by the time of whole steps, for steps of up to ``most`` rows; does nothing where it cannot.
+
+        ``rows``: makes the rows of a step, so many.
+        """
+        del rows, most  # there is one way
+
     @contextmanager
     def every_expert(self) -> Iterator[None]:
         """While inside, each row has all experts, where a known router chooses some: for the check at load."""

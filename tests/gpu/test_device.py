@@ -17,6 +17,7 @@ from transformers import (
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.bench.shapes import random_model, random_prompt
 from specdec.drafting.registry import drafter_names
+from specdec.runners import cuts
 from specdec.runners.attention import BACKENDS as ALL_BACKENDS
 from specdec.runners.attention import attend
 from specdec.runners.graphs import CudaRecorder
@@ -27,6 +28,8 @@ from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.tree import ancestors
 from tests.fakes import Alternating
 from tests.models import new_model, prompt_of, reference, settings_of
+
+products = pytest.importorskip("specdec.runners.kernels.product")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -210,6 +213,34 @@ def test_what_was_warmed_up_is_not_recorded_again() -> None:
     assert "of 1, 2, 4, 8, 16, 32, 64 rows" in told
     Engine(target, None, "token_recycling", max_rows=64).generate(random_prompt(256, 300), 100)
     assert target.describe()["execution"]["CUDA graphs"] == told
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(6144, 4096, False), (1536, 576, True), (576, 1536, False)])
+def test_cuts_among_which_time_chooses_give_the_same_bits(
+    outputs: int, inputs: int, gated: bool, dtype: torch.dtype
+) -> None:
+    shared = products.shared_of(DEVICE)
+    weight = torch.randn(outputs * (1 + gated), inputs, dtype=dtype, device=DEVICE)
+    for bucket in products.buckets_of(shared):
+        rows = torch.randn(bucket - 1, inputs, dtype=dtype, device=DEVICE)
+        first = products.product(rows, weight, None, gated=gated)
+        for cut in products.offered(outputs, inputs, gated, bucket, shared):
+            assert torch.equal(products.product(rows, weight, None, gated=gated, cuts={bucket: cut}), first), cut
+
+
+def test_a_warm_up_chooses_cuts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "cache_folder", lambda: tmp_path)
+    model, prompt = random_model("toy", torch.bfloat16, DEVICE), random_prompt(256, 20)
+    target = TransformersTarget(model, owned=True)
+    text = Engine(target).generate(prompt, 50).token_ids
+    assert "a warm-up on a GPU times others" in target.describe()["execution"]["cuts of products"]
+    target.warm_up(32)
+    told = target.describe()["execution"]["cuts of products"]
+    assert "that were timed" in told
+    assert Engine(target).generate(prompt, 50).token_ids == text
+    again = TransformersTarget(random_model("toy", torch.bfloat16, DEVICE), owned=True)
+    assert again.describe()["execution"]["cuts of products"] == told
 
 
 def test_a_capture_that_fails_leaves_the_device_as_it_was() -> None:

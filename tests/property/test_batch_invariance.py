@@ -6,6 +6,7 @@ It multiplies no bfloat16 numbers, so they are float16.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.models import transformers_target
+from specdec.runners import cuts
 from specdec.runners.cuda import CudaRunner
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
@@ -86,6 +88,29 @@ def test_logits_of_a_tree_are_plain_decoding_s(
             plain.commit([0])
 
 
+@pytest.mark.parametrize("length", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_cuts_that_were_chosen_change_no_bit(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept for the card by a warm-up, here of the cut furthest from the table's, and read with the model."""
+    monkeypatch.setattr(cuts, "cache_folder", lambda: tmp_path)
+    plain, _ = target_of("llama", monkeypatch)
+    monkeypatch.setattr(cuts, "card_of", lambda device: {"card": "made up"})
+    chosen = cuts.ChosenCuts(kernels, plain.device, plain.dtype)
+    for weight in ((64, 32, False), (32, 32, False), (48, 32, True), (32, 48, False), (plain.vocab_size, 32, False)):
+        chosen.of(weight)
+        for bucket in chosen.buckets():
+            chosen._chosen[weight][bucket] = kernels.offered(*weight, bucket)[-1 if bucket > 32 else 1]
+        chosen._keep(weight)
+    other, _ = target_of("llama", monkeypatch)
+    logits = []
+    for target in (plain, other):
+        with target.active():
+            cache = filled(target, TEXT[:length], length)  # 40 are of a bucket whose rows are in two programs
+            logits.append(target.forward(Block.of(TREE, cache, target.device)).logits)
+    assert torch.equal(*logits)
+    assert other.runner._cuts._chosen == chosen._chosen  # type: ignore[attr-defined]
+    assert "up to 16 rows: 128 tile, 8 warps" in str(other.runner.cuts())
+
+
 @pytest.mark.slow
 def test_rows_of_several_sequences_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = target_of("mistral", monkeypatch)
@@ -145,8 +170,8 @@ def test_which_targets_are_batch_invariant_is_told(
         assert isinstance(runner, CudaRunner)
         model.lm_head.to(changes["head"])
         target.runner = CudaRunner(
-            runner._known, runner._graphs._recorder, kernels, 300, norm=model.model.norm, head=model.lm_head,
-            embedding=model.model.embed_tokens, rotary=runner._rotary, holders=[], modules=[],
+            runner._known, runner._graphs._recorder, kernels, 300, runner._cuts, norm=model.model.norm,
+            head=model.lm_head, embedding=model.model.embed_tokens, rotary=runner._rotary, holders=[], modules=[],
         )  # fmt: skip
     told = target.describe()["execution"]
     assert target.batch_invariant == (reason is None) == ("fixed positions" in told["attention"])

@@ -79,14 +79,35 @@ def test_whole_sums_are_in_one_piece() -> None:
     assert products.product(rows, weight, None, whole=True).shape == (3, 64)
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(40, 512, False), (24, 200, True)])
-def test_every_cut_of_a_product_gives_the_same_numbers(outputs: int, inputs: int, gated: bool) -> None:
-    generator = torch.Generator().manual_seed(1)
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(140, 512, False), (70, 200, True)])
+@pytest.mark.parametrize("count", [3, slow(33), slow(70), 200])
+def test_every_cut_of_a_product_gives_the_same_numbers(outputs: int, inputs: int, gated: bool, count: int) -> None:
+    generator, bucket = torch.Generator().manual_seed(1), products.bucket_of(count)
     weight = torch.randn(outputs * (1 + gated), inputs, generator=generator).half()
-    rows = torch.randn(3, inputs, generator=generator).half()
-    cuts = products.cuts_of(outputs, inputs, gated, 16)
-    assert products.cut_of(outputs, inputs, gated, 16) in cuts
+    rows = torch.randn(count, inputs, generator=generator).half()
+    cuts, offered = products.cuts_of(outputs, inputs, gated, bucket), products.offered(outputs, inputs, gated, bucket)
+    assert products.cut_of(outputs, inputs, gated, bucket) == offered[0]
+    assert offered[0] in cuts
     # Warps and stages are nothing to the interpreter.
-    found = [products.product(rows, weight, None, gated=gated, cut=cut) for cut in {c.tile: c for c in cuts}.values()]
+    kinds = {(cut.tile, cut.rows): cut for cut in cuts + offered}
+    found = [products.product(rows, weight, None, gated=gated, cuts={bucket: cut}) for cut in kinds.values()]
     assert len(found) > 1
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+@given(outputs=st.integers(1, 200_000), turns=st.integers(1, 300), gated=st.booleans(), shared=st.sampled_from(SHARED))
+def test_what_is_offered_sums_alike_and_fits(outputs: int, turns: int, gated: bool, shared: int) -> None:
+    """The ranges of a sum and their order follow from the shape alone, whichever cut is chosen; and few are offered."""
+    inputs, every = 64 * turns, set()
+    for bucket in products.buckets_of(shared):
+        offered = products.offered(outputs, inputs, gated, bucket, shared)
+        assert len({*offered}) == len(offered) <= 5
+        for cut in offered:
+            every.add((cut.splits, -(-inputs // (cut.step * cut.splits)) * cut.step))
+            assert cut.tile % 64 == 0, "one instruction of the tensor cores for all"
+            assert bucket % cut.rows == 0
+            assert cut.rows >= 16
+        for cut in offered[1:]:
+            assert 2 * cut.step * (cut.tile * (1 + gated) + cut.rows) * cut.stages <= shared - 4096
+            assert cut.stages >= 2
+    assert len(every) == 1

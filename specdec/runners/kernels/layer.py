@@ -15,10 +15,21 @@ import triton
 import triton.language as tl
 
 from specdec.runners.kernels.launch import after_former, early, on_device
-from specdec.runners.kernels.product import product
+from specdec.runners.kernels.product import buckets_of, offered, product, shared_of
 from specdec.runners.kernels.step import paths, segments_of, step_attention
 
-__all__ = ["add_norm", "gate", "paths", "product", "segments_of", "step_attention", "turn_and_store"]
+__all__ = [
+    "add_norm",
+    "buckets_of",
+    "gate",
+    "offered",
+    "paths",
+    "product",
+    "segments_of",
+    "shared_of",
+    "step_attention",
+    "turn_and_store",
+]
 
 _BLOCK = 1024  # numbers of a program where rows do not matter
 

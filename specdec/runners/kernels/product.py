@@ -11,6 +11,7 @@ weight.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,7 +22,18 @@ import triton.language as tl
 
 from specdec.runners.kernels.launch import after_former, early, on_device
 
-__all__ = ["BUCKETS", "Cut", "buckets_of", "cut_of", "cuts_of", "product", "shared_of", "splits_of"]
+__all__ = [
+    "BUCKETS",
+    "Cut",
+    "bucket_of",
+    "buckets_of",
+    "cut_of",
+    "cuts_of",
+    "offered",
+    "product",
+    "shared_of",
+    "splits_of",
+]
 
 BUCKETS = (16, 32, 64, 128, 256)
 """Rows of activations in one program; more than the last are several programs' affair."""
@@ -39,6 +51,7 @@ class Cut:
         step: inputs that it takes at a time.
         splits: ranges of inputs; it alone decides on the numbers.
         warps, stages: as Triton has them.
+        rows: rows of activations of a program.
     """
 
     tile: int
@@ -46,6 +59,7 @@ class Cut:
     splits: int
     warps: int
     stages: int
+    rows: int
 
 
 @triton.jit(do_not_specialize=("rows",))
@@ -125,6 +139,11 @@ def buckets_of(shared: int) -> tuple[int, ...]:
     return BUCKETS if shared >= 200 << 10 else BUCKETS[:-1]
 
 
+def bucket_of(rows: int, shared: int = 227 << 10) -> int:
+    """The bucket of so many rows on such a device."""
+    return next((size for size in buckets_of(shared) if rows <= size), buckets_of(shared)[-1])
+
+
 @cache
 def cut_of(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 227 << 10) -> Cut:
     """How such a weight is cut for a bucket of rows on a device whose programs have so many ``shared`` bytes.
@@ -139,19 +158,46 @@ def cut_of(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 22
         warps = 8
     elif step == 64:
         stages = 6 if bucket <= 32 else 4
-    each = 2 * step * (tile * (2 if gated else 1) + bucket)
-    return Cut(tile, step, splits, warps, max(2, min(stages, (shared - 4096) // each)))
+    usual = Cut(tile, step, splits, warps, stages, bucket)
+    return replace(usual, stages=max(2, min(stages, _most_stages(usual, gated, shared))))
+
+
+def _most_stages(cut: Cut, gated: bool, shared: int) -> int:
+    """How many steps of weights and activations a program can hold."""
+    return (shared - 4096) // (2 * cut.step * (cut.tile * (2 if gated else 1) + cut.rows))
+
+
+def _runs(cut: Cut, gated: bool, shared: int) -> bool:
+    """Whether a program's memory suffices, and its registers: half of them may hold sums, 128 of 32 lanes a warp."""
+    sums = cut.tile * cut.rows * (2 if gated else 1)
+    return 2 <= cut.stages <= _most_stages(cut, gated, shared) and sums <= cut.warps << 12
 
 
 def cuts_of(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 227 << 10) -> list[Cut]:
-    """The cuts of such a product that a device can run and that give the same numbers; :func:`cut_of` takes one."""
-    splits, found = splits_of(outputs, inputs, gated), []
-    for tile, warps, stages in itertools.product((32, 64, 128), (4, 8), (2, 3, 4, 5, 6)):
-        # All steps of a split are of one size, so that its range ends where it does.
-        step = _step(inputs)
-        if 2 * step * (tile * (2 if gated else 1) + bucket) * stages <= shared - 4096 and tile * bucket <= 1 << 14:
-            found.append(Cut(tile, step, splits, warps, stages))
-    return found
+    """The cuts of such a product that a device can run and that give the same numbers; :func:`cut_of` takes one.
+
+    A tile of 32 outputs is none: tensor cores with an instruction for 64 take another one for them.
+    """
+    usual = cut_of(outputs, inputs, gated, bucket, shared)
+    kinds = itertools.product((64, 128), (4, 8), (2, 3, 4, 5, 6))
+    every = [replace(usual, tile=tile, warps=warps, stages=stages) for tile, warps, stages in kinds]
+    return [cut for cut in every if _runs(cut, gated, shared)]
+
+
+def offered(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 227 << 10) -> list[Cut]:
+    """The few cuts of :func:`cuts_of`, and one of fewer rows, among which the time of whole steps chooses.
+
+    The first is :func:`cut_of`'s. All of them sum the same inputs in the same order.
+    """
+    usual = cut_of(outputs, inputs, gated, bucket, shared)
+    deeper = min(usual.stages + 2, _most_stages(usual, gated, shared))
+    others = [
+        replace(usual, tile=128 if usual.tile == 64 else 64, warps=8),
+        replace(usual, warps=8 if usual.warps == 4 else 4),
+        replace(usual, stages=deeper if deeper > usual.stages else usual.stages - 1),
+        *([replace(usual, rows=bucket // 2)] if bucket > 32 else []),
+    ]
+    return [usual, *(cut for cut in others if _runs(cut, gated, shared))]
 
 
 @cache
@@ -167,7 +213,7 @@ def product(
     bias: torch.Tensor | None,
     *,
     gated: bool = False,
-    cut: Cut | None = None,
+    cuts: Mapping[int, Cut] | None = None,
     whole: bool = False,
 ) -> torch.Tensor:
     """``activations`` [T, in] times a weight [out, in]: [T, out], or float32 [splits, T, out] that are to be added.
@@ -175,25 +221,24 @@ def product(
     Args:
         activations: float16 or bfloat16, contiguous.
         gated: the weight is of two, one above the other, and the result SiLU of the first product times the second.
-        cut: another one than :func:`cut_of` gives; with as many splits it is the same product, bit for bit.
+        cuts: bucket -> another cut than :func:`cut_of` gives; with as many splits it is the same product, bit for bit.
         whole: never in parts.
     """
     rows, inputs = activations.shape
     outputs = len(weight) // (2 if gated else 1)
     shared = shared_of(activations.device)
-    buckets = buckets_of(shared)
-    bucket = next((size for size in buckets if rows <= size), buckets[-1])
-    cut = cut or cut_of(outputs, inputs, gated, bucket, shared)
+    bucket = bucket_of(rows, shared)
+    cut = (cuts or {}).get(bucket) or cut_of(outputs, inputs, gated, bucket, shared)
     if whole and cut.splits > 1:
         cut = replace(cut, splits=1)
     shape = (rows, outputs) if cut.splits == 1 else (cut.splits, rows, outputs)
     dtype = activations.dtype if cut.splits == 1 else torch.float32
     output = torch.empty(shape, dtype=dtype, device=activations.device)
-    launch: Any = _product[(triton.cdiv(outputs, cut.tile), cut.splits, triton.cdiv(rows, bucket))]
+    launch: Any = _product[(triton.cdiv(outputs, cut.tile), cut.splits, triton.cdiv(rows, cut.rows))]
     with on_device(activations):
         launch(
             activations.contiguous(), weight, weight if bias is None else bias, output, rows,
-            OUTPUTS=outputs, INPUTS=inputs, TILE=cut.tile, STEP=cut.step, BUCKET=bucket, SPLITS=cut.splits,
+            OUTPUTS=outputs, INPUTS=inputs, TILE=cut.tile, STEP=cut.step, BUCKET=cut.rows, SPLITS=cut.splits,
             GATED=gated, BIASED=bias is not None, AHEAD=_AHEAD if inputs % 8 == 0 and inputs >= _AHEAD else 0,
             num_warps=cut.warps, num_stages=cut.stages, **early(activations.device),
         )  # fmt: skip

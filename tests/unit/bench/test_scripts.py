@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,10 @@ from specdec.drafting.registry import drafter_names
 from specdec.engine.questions import read_questions
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
+from specdec.runners import cuts
+from tests.launching import fused
 from tests.models import new_model, target_of
+from tests.unit.runners.test_cuts import Device
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 SOURCE = native.source()
@@ -244,6 +247,26 @@ def test_gpu_check_times_products_under_triton_s_interpreter(tmp_path: Path) -> 
     assert found.keys() == {"1 rows", "64 rows"}
     assert all(rows["its TB/s"] >= rows["of it"] > 0 for rows in found.values()), "what is taken is among them"
     assert next(work for part, work in parts.items() if "qkv" in part)()["own"][64] > 0
+
+
+def test_gpu_check_compares_cuts_that_are_chosen_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that says another cut is always faster; choices of before, and files, are as they were."""
+    pytest.importorskip("triton")
+    device = Device(monkeypatch, lambda weight, bucket, cut: 1e-3 / cut.stages)
+    monkeypatch.setattr(cuts, "cache_folder", lambda: tmp_path)
+    script = load("gpu_check")
+    check = script.Check(script.options([*QUICK[:1], "--dtype=float16", *QUICK[2:], f"--out={tmp_path / 'check'}"]))
+    check.on_gpu, target = True, fused(new_model("llama", torch.float16, num_hidden_layers=1))
+    monkeypatch.setattr(check, "target", lambda shape: target)
+    target.warm_up(1)
+    before, files = target.runner.cuts(), sorted(tmp_path.rglob("*.json"))
+    monkeypatch.setattr(sys.modules["scripts.gpu_cuts"], "time", SimpleNamespace(perf_counter=lambda: device.now))
+    found = dict(script.SECTIONS["cuts"](check))["toy"]()
+    assert all(found["chosen, ms"][rows] < found["table's, ms"][rows] for rows in (1, 16, 64))
+    assert found["warm-up, choosing, s"] > found["warm-up, chosen before, s"] > 0
+    assert "up to 64 rows: " in found["cuts"]
+    assert target.runner.cuts() == before
+    assert sorted(tmp_path.rglob("*.json")) == files
 
 
 def test_a_dry_run_of_gpu_check_names_every_part_and_runs_none(
