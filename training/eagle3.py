@@ -222,8 +222,8 @@ def new_head(
 ) -> TrainedChain:
     """An untrained head for a target; ``counts`` [V] of the data's tokens decide its draft vocabulary.
 
-    It begins by passing the last of its taps on: the layer's branches add nothing. From there 40 steps came to a loss of
-    4.3 nats on held-out text of SmolLM2, and from random weights to 4.9.
+    It begins by passing the last of its taps on: the layer's branches add nothing. From there 40 steps came to a loss
+    of 4.3 nats on held-out text of SmolLM2, and from random weights to 4.9.
 
     Raises:
         ConfigError: the target lacks a layer.

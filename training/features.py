@@ -1,7 +1,7 @@
 """Features: a frozen target's hidden states for windows of text, computed by the decoding code, as drafters see them.
 
-They depend on the window alone, not on its batch, so they can be kept, in memory or on disk: a second epoch, or a second
-run, then needs no forward of the target, which with little data is most of the training time.
+They depend on the window alone, not on its batch, so they can be kept, in memory or on disk: a second epoch, or a
+second run, then needs no forward of the target, which with little data is most of the training time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafters.shared.fingerprint import fingerprint
-
 from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.files import replacing, writing
 from specdec.step.block import Block

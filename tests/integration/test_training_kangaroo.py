@@ -146,6 +146,34 @@ def test_kept_features_are_those_computed(
     assert not found[1].is_inference()
 
 
+def test_features_on_disk_are_those_computed(target_of: Callable[..., TransformersTarget], tmp_path: Path) -> None:
+    """A second run computes no window anew but those of other text or layers, and one whose file is broken."""
+    target = target_of("llama", torch.float32)
+    windows = pack([Sample(list(prompt_of(40, 1)), [True] * 40, False)], 8)
+    every, forwards = windows.at(np.arange(5)), list[int]()
+
+    def reading(layers: list[int]) -> FrozenTarget:
+        frozen = FrozenTarget(target, layers, folder=tmp_path / "features")
+        frozen._computed = lambda *window, of=frozen._computed: forwards.append(1) or of(*window)  # type: ignore[func-returns-value,method-assign]
+        return frozen
+
+    wanted, states = FrozenTarget(target, [1]).read(every)
+    for _ in range(2):
+        features, found = reading([1]).read(every)
+        torch.testing.assert_close((features[1], found), (wanted[1], states), rtol=0, atol=0)
+        assert len(forwards) == 5
+    next((tmp_path / "features").iterdir()).write_bytes(b"broken")
+    features, _ = reading([1]).read(every)
+    torch.testing.assert_close(features[1], wanted[1], rtol=0, atol=0)
+    assert len(forwards) == 6
+    reading([2]).read(every)
+    reading([1]).read(pack([Sample(list(prompt_of(40, 2)), [True] * 40, False)], 8).at(np.arange(5)))
+    assert len(forwards) == 16
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="features_folder"):
+        FrozenTarget(target, [1], folder=tmp_path / "file" / "features").read(every)
+
+
 def test_half_precision_is_left_where_it_is_slow(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
