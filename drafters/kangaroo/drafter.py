@@ -128,7 +128,12 @@ class Kangaroo(DrafterBase):
             CheckpointError: no adapter, a broken one, or one of another model.
         """
         if config.exit_layer is None:
-            adapter = Adapter.from_pretrained(weights_folder(config.adapter, target, "kangaroo.adapter"))
+            source = (
+                "Train some with `specdec train kangaroo --model ...`, or read a published adapter with "
+                "`specdec convert kangaroo FOLDER`,"
+            )
+            folder = weights_folder(config.adapter, target, "kangaroo.adapter", source=source)
+            adapter = Adapter.from_pretrained(folder)
         else:
             size, vocabulary, layer = target.hidden_size, target.vocab_size, config.exit_layer
             adapter = Adapter(

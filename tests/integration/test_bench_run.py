@@ -690,4 +690,8 @@ def test_what_was_there_before_is_not_swept_while_systems_answer(make: Make, mon
     run.run()
     assert min(frozen) > 10_000
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # as a program may have done before
+    make(drafters=["none"]).run()
+    assert gc.get_freeze_count() > 10_000
+    gc.unfreeze()
     gc.freeze()
