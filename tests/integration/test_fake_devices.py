@@ -32,7 +32,7 @@ from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.costs import measuring
 from specdec.drafting.registry import drafter_names
 from specdec.models import transformers_target
-from specdec.runners import attention, known_layers
+from specdec.runners import attention, cuts, known_layers
 from specdec.runners import choice as choices
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.memory_pages import FilePages
@@ -161,7 +161,7 @@ def _gated(both: Any) -> Any:
     return both.new_empty(len(both), both.shape[1] // 2)
 
 
-def _product(rows: Any, weight: Any, bias: Any, *, gated: bool = False, whole: bool = False) -> Any:
+def _product(rows: Any, weight: Any, bias: Any, *, gated: bool = False, cuts: Any = None, whole: bool = False) -> Any:
     same(rows, weight, bias)
     assert rows.shape[1] == weight.shape[1]
     return rows.new_empty(len(rows), len(weight) // (2 if gated else 1))
@@ -204,6 +204,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: tree_kernel)
     monkeypatch.setattr(device_copies, "address", lambda tensor: 0)
     monkeypatch.setattr(choices, "layer_kernels", lambda *shapes: LAYER)
+    monkeypatch.setattr(cuts, "card_of", lambda device: None)
     monkeypatch.setattr(choices, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list)))
     monkeypatch.setattr(choices.RunnerMaker, "unpack", lambda maker: None)
     monkeypatch.setattr(
