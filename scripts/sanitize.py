@@ -67,6 +67,7 @@ class Fault:
     report: str
 
 
+CHAIN = ("tests/unit/drafters/test_native_chain.py", "tests/unit/drafters/test_native_growth.py")
 BLOCKS = ("tests/unit/native/test_blocks.py", "tests/unit/models/test_broken_gguf.py")
 NATIVE, BATCH = (
     "tests/unit/native/test_native.py",
@@ -82,13 +83,13 @@ SANITIZERS = {
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",  # Python's own allocator gives pieces of what the sanitizer knows as one
         },
-        (NATIVE, *BLOCKS, "tests/unit/native/test_native_library.py", *BATCH),
+        (NATIVE, *BLOCKS, "tests/unit/native/test_native_library.py", *CHAIN, *BATCH),
     ),
     "thread": Sanitizer(
         ("-fsanitize=thread", "-Wl,-Bsymbolic", str(TEAM)),
         ("libtsan.so", "libstdc++.so"),
         {"TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1", "PYTHONMALLOC": "malloc"},
-        (NATIVE, BLOCKS[0], *BATCH),
+        (NATIVE, BLOCKS[0], *CHAIN, *BATCH),
     ),
 }
 FAULTS = (

@@ -56,6 +56,7 @@ class ChainStep:
 
     Attributes:
         config: the head's config.
+        native: the head in the native library; None where torch runs it.
         mask_state: [1, W] the hidden state for all depths behind the first, in heads that draft all depths at once.
         weights: number of weights that a pass reads.
     """
@@ -69,8 +70,8 @@ class ChainStep:
         self._fc = product(head.fc) if config.kind == "eagle" or config.fused else None
         layers: list[Any] = [*head.layers]
         self._rotary = rotary_of(config, self.device)
-        self._native = NativeChain.of(head, self._head, self._rotary)
-        self._layers = [] if self._native is not None else [LayerStep(layer, config) for layer in layers]
+        self.native = NativeChain.of(head, self._fc, self._head, self._rotary, target)
+        self._layers = [] if self.native is not None else [LayerStep(layer, config) for layer in layers]
         self._norms = [
             (
                 layer.input_layernorm.weight.detach() if hasattr(layer, "input_layernorm") else None,
@@ -80,12 +81,6 @@ class ChainStep:
         ]
         first = layers[0]
         self._hidden_norm = first.hidden_norm.weight.detach() if config.wide else None
-        self._gains: torch.Tensor | None = None
-        before = self._norms[0][0]
-        if self._native is not None and before is not None and self._hidden_norm is not None:
-            pair = torch.stack((before, self._hidden_norm))
-            self._gains = (pair if pair.dtype is torch.float64 else pair.float()) * config.width**0.5
-            self._floor = torch.tensor((config.width * config.norm_eps) ** 0.5, dtype=self._gains.dtype)
         self._last_norm = None if config.kind == "eagle" else head.norm.weight.detach()
         norms: Any = [] if config.norm_inputs == "none" else head.fc_norm if config.norm_inputs == "each" else None
         norms = [head.input_norm] if norms is None else norms
@@ -112,6 +107,23 @@ class ChainStep:
     @torch.no_grad()
     def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
         """Run each sequence's rows; keys and values of all rows are stored."""
+        rows, asked = rows_of([one.block for one in brought]), [one.asked for one in brought]
+        logits: torch.Tensor | None = None
+        if (native := self.native) is not None:
+            embedded = None if native.embeds else self.embedded(rows.ids)
+            sources = [(one.features, one.states) for one in brought]
+            logits, onward = native.guess(rows, sources, embedded, _wanted(rows, asked))
+        else:
+            onward = self._run(rows, self.embedded(rows.ids), self._states(brought), asked)
+        if logits is None:
+            last = onward if self._last_norm is None else normed(onward, self._last_norm, self.config.norm_eps)
+            logits, onward = self._head(last), last if self.config.norm_output else onward
+        if len(brought) == 1:
+            return [Guess(logits, onward)]
+        return [Guess(*part) for part in zip(torch.split(logits, asked), torch.split(onward, asked), strict=True)]
+
+    def _states(self, brought: Sequence[Nodes]) -> torch.Tensor:
+        """[T, W] the states of all rows."""
         features = [one.features for one in brought if one.features is not None]
         fused = iter(torch.split(self.fused(torch.cat(features)), [*map(len, features)]) if features else ())
         parts = list[torch.Tensor]()
@@ -120,33 +132,7 @@ class ChainStep:
                 parts.append(next(fused))
             if one.states is not None:
                 parts.append(one.states)
-        states = torch.cat(parts)
-        rows, asked = rows_of([one.block for one in brought]), [one.asked for one in brought]
-        embedded = self.embedded(rows.ids)
-        logits: torch.Tensor | None = None
-        if self._native is not None:
-            logits, onward = self._native.guess(rows, *self._inputs(embedded, states), _wanted(rows, asked))
-        else:
-            onward = self._run(rows, embedded, states, asked)
-        if logits is None:
-            last = onward if self._last_norm is None else normed(onward, self._last_norm, self.config.norm_eps)
-            logits, onward = self._head(last), last if self.config.norm_output else onward
-        if len(brought) == 1:
-            return [Guess(logits, onward)]
-        return [Guess(*part) for part in zip(torch.split(logits, asked), torch.split(onward, asked), strict=True)]
-
-    def _inputs(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the first layer's attention reads, [T, W] or [T, 2 W]; and what its stream has beside that."""
-        if self._hidden_norm is None:
-            assert self._fc is not None
-            return self._fc(torch.cat((embedded, states), -1)), None
-        assert self._gains is not None
-        both = torch.stack((embedded, states), 1)  # [T, 2, W]
-        both = both if both.dtype in (torch.float32, torch.float64) else both.float()
-        # As FusedNorm does it: torch's own norm is one call made of nine operations.
-        length = torch.linalg.vector_norm(both, dim=-1, keepdim=True)
-        inputs = (both * self._gains).div_(length.hypot_(self._floor)).to(states.dtype)
-        return inputs.flatten(1), None if self.config.norm_before_residual else states - inputs[:, 1]
+        return torch.cat(parts)
 
     def _run(self, rows: Rows, embedded: torch.Tensor, states: torch.Tensor, asked: Sequence[int]) -> torch.Tensor:
         """[N, W] states of the asked rows, the last ones of each part, before the last norm."""

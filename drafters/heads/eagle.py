@@ -24,10 +24,12 @@ import torch
 from drafters.heads.chain_step import ChainStep, Guess, Nodes
 from drafters.heads.growing import WIDTH, Behind, HeadOptions
 from drafters.heads.growth import Growth
+from drafters.heads.native_growth import Grown, NativeGrowth, Waiting, grow
 from drafters.heads.session import HeadDrafter, HeadSession
 from drafters.heads.weights import Chain, HeadWeights
 from specdec.drafter import Context
 from specdec.step.forward_passes import Pass, Passes
+from specdec.step.tree import Draft, Hints
 from specdec.target import Target
 
 __all__ = ["Eagle", "EagleConfig"]
@@ -75,6 +77,11 @@ class Eagle(HeadDrafter):
         """Run the head for the rows of each sequence."""
         return self.step.guess(brought)
 
+    def grow(self, several: Sequence[NativeGrowth]) -> list[Grown]:
+        """Grow each sequence's draft."""
+        assert self.step.native is not None
+        return grow(self.step.native, several)
+
 
 class EagleSession(HeadSession):
     def __init__(self, drafter: Eagle, context: Context) -> None:
@@ -84,6 +91,64 @@ class EagleSession(HeadSession):
         self._drafter, self._step, self._config = drafter, step, config
         self._guess: Guess | None = None  # the latest level's result
         self._level: Sequence[int] = []
+        self._growth: NativeGrowth | None = None
+        native = step.native
+        grows = native is not None and native.grows and not drafter.at_once
+        self._waits = Waiting(native) if native is not None and grows and self._plain and not self._draws else None
+
+    def _grow(self, most: int, deepest: int) -> Passes[Draft]:
+        if self._waits is None:
+            return (yield from super()._grow(most, deepest))
+        context, own, waits = self._context, self._own, self._waits
+        growth = self._growth = self._growth or self._native_growth()
+        features = waits.addresses()
+        first, rows = own.cache.length + 1, len(features) // len(self._taps)
+        growth.begin(
+            context.tokens[first : first + rows],
+            features,
+            most=most,
+            deepest=deepest,
+            position=self._place(0),
+            sure=self._sure,
+            accepted=self._accepted,
+            guesses=self._guesses,
+        )
+        grown: Grown = yield Pass(self._drafter.grow, growth)
+        waits.clear()
+        own.root_ran(rows)
+        self._grown, self._passes = grown, grown.passes
+        tokens, parents, chances = grown.draft
+        return Draft(tokens, parents, hints=Hints(chances=chances, cost=self._cost))
+
+    def _native_growth(self) -> NativeGrowth:
+        prices, length, temperature = self._prices, self._length, self._temperature
+        most = max(self._most, 1)
+        return NativeGrowth(
+            self._own.cache,
+            deepest=self._deepest,
+            most=most,
+            branch=self._branch,
+            width=self._width,
+            prices=prices.of_rows(length, most),
+            level_price=prices.rate * (prices.added(length, 1) + self._price),
+            least=self._least,
+            noise=self._noise,
+            temperature=temperature,
+            divisor=temperature if self._processors else 0.0,
+        )
+
+    def _defer(self, taps: Sequence[torch.Tensor], rows: Sequence[int] | None) -> None:
+        if self._waits is None:
+            super()._defer(taps, rows)
+        else:
+            self._waits.add(taps, range(len(taps[0])) if rows is None else rows)
+
+    def _catch_up(self) -> None:
+        if self._waits is not None:
+            self._own.defer(self._waits.take())
+        super()._catch_up()
+        if self._waits is not None:
+            self._waits.add_joined(self._own.catch_up())
 
     def _absorb(self, features: torch.Tensor) -> None:
         block = self._own.text_block(self._tokens_of(features))

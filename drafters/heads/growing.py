@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import count
+from operator import add
 from typing import Any, ClassVar
 
 import torch
 
 from drafters.heads.drawing import Ranks, drawn, planned
 from drafters.heads.growth import Growth
+from drafters.heads.native_growth import Grown
 from drafters.shared.scored_tree import Guesses
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from specdec.costs.curve import pass_price
@@ -103,12 +105,13 @@ class GrowingSession(BatchedSession):
         self._least: float | None = options.min_chance
         self._branch, self._rows = options.branch, options.rows or _MOST
         self._deepest, self._at_once = depth, at_once
-        self._grown: Growth | None = None
-        self._promises = dict[int, float]()  # extended node -> chance that the head gave its likeliest child
+        self._grown: Growth | Grown | None = None
         self._passes = 0
         params = context.sampling
         self._temperature, self._processors = params.temperature, params.processors()
         self._reads_prefix = params.repetition_penalty != 1
+        # Whether processors only divide by the temperature.
+        self._plain = not self._reads_prefix and len(self._processors) <= (params.temperature not in (0, 1))
         sampled = params.temperature > 0 and params.acceptance != "typical"
         self._draws = sampled and params.acceptance == "reject"  # from q, not by the target's noise
         self._noise = vocabulary.noise(context.noise) if sampled and not self._draws else None
@@ -130,10 +133,15 @@ class GrowingSession(BatchedSession):
         most, deepest = min(row_budget - 1, self._most), min(self._deepest, context.remaining - 1)
         if not self._ready() or most < 1 or deepest < 1:
             return Draft.chain([context.root])
+        return (yield from self._grow(most, deepest))
+
+    def _grow(self, most: int, deepest: int) -> Passes[Draft]:
+        """A draft of at most ``most`` rows below the root, and ``deepest`` tokens deep."""
         yield from self._begin(deepest)
-        self._grown, self._promises, self._passes = Growth(context.root), {}, 1
+        self._grown = grown = Growth(self._context.root)
+        self._passes = 1
         grow = self._drawn if self._draws else self._tree
-        return (yield from grow(self._grown, most, min(deepest, most)))
+        return (yield from grow(grown, most, min(deepest, most)))
 
     def _tree(self, grown: Growth, most: int, deepest: int) -> Passes[Draft]:
         """Grow a tree level by level, as far as that pays; the draft has the likeliest rows."""
@@ -147,7 +155,7 @@ class GrowingSession(BatchedSession):
                 ranked = guesses[place if len(guesses) > 1 else 0]
                 if behind.accepted is not None:
                     ranked = _by_acceptance(ranked, behind.accepted[place if len(behind.accepted) > 1 else 0])
-                self._promises[node] = ranked[0][1] if ranked else 0.0
+                grown.promises[node] = ranked[0][1] if ranked else 0.0
                 grown.extend(node, ranked, self._sure)
             best = grown.best(most)
             kept = best[: self._count([grown.reach[node] for node in best])]
@@ -200,11 +208,10 @@ class GrowingSession(BatchedSession):
             return
         node = 0
         for token in seen.tokens:
-            if node not in grown.below:
+            if not (children := grown.children(node)):
                 break
-            children = grown.below[node]
             right = next((child for child in children if grown.tokens[child] == token), None)
-            promised = self._promises.get(node, 0.0)
+            promised = grown.promised(node)
             self._promised += promised
             self._right += promised > 0 and right == children[0]
             self._guesses += 1
@@ -283,7 +290,8 @@ class GrowingSession(BatchedSession):
         """Whether a pass of the head pays for rows that are reached with these chances."""
         if self._least is not None:
             return bool(reach)
-        tokens = sum(reach) * self._accepted / self._guesses
+        # Added one by one, as the native library does; from Python 3.12 on, sum() does otherwise.
+        tokens = reduce(add, reach, 0.0) * self._accepted / self._guesses
         return self._prices.gain(tokens, self._length, 1, drafting=self._level_price) > 0
 
     @property

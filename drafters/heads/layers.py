@@ -18,12 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from drafters.heads.config import HeadConfig
 from drafters.heads.weights import HeadWeights, Layer
 from specdec.errors import CheckpointError, first_line, shown
-from specdec.runners.linear import LinearKernel, linear_kernel
+from specdec.runners.linear import LinearKernel, PackedWeight, linear_kernel
 from specdec.runners.rotary import Rotary, rotate
 from specdec.step.cache import LayerSpec
 from specdec.target import Target
 
-__all__ = ["LayerStep", "embedding_of", "normed", "product", "rotary_of", "specs_of"]
+__all__ = ["LayerStep", "embedding_of", "embedding_rows", "normed", "product", "rotary_of", "specs_of"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -127,3 +127,15 @@ def embedding_of(head: HeadWeights, target: Target) -> Callable[[Sequence[int]],
         return target.embed
     weight = head.embed_tokens.weight.detach()
     return lambda tokens: weight[torch.tensor([*tokens], device=weight.device)]
+
+
+def embedding_rows(head: HeadWeights, target: Target, dtype: torch.dtype) -> PackedWeight | torch.Tensor | None:
+    """The weight [V, D] that :func:`embedding_of` only looks up, for the native library; None where it does more."""
+    found: PackedWeight | torch.Tensor | None = getattr(target, "embedding_rows", None)
+    if head.config.own_embedding:
+        found = head.embed_tokens.weight.detach()
+    if found is None or found.dtype is not dtype:
+        return None
+    if isinstance(found, torch.Tensor) and not (found.device.type == "cpu" and found.is_contiguous()):
+        return None
+    return found

@@ -1,4 +1,4 @@
-"""An EAGLE head's layer, its last norm and its head in one or two calls of the native library.
+"""An EAGLE head of one layer in the native library: one call for a pass, or for a whole draft.
 
 A native layer norms its stream, and attention and MLP add to it. EAGLE-1's layer has no first norm, so its norm here is
 the identity. The layer of EAGLE-3 reads two normed halves side by side: its attention runs on a stream of both, and its
@@ -7,71 +7,156 @@ MLP on the layer's own stream, each as a native layer whose other part adds zero
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
+from ctypes import addressof, byref, c_int64
 from typing import Any
 
 import torch
 
-from drafters.heads.layers import Linear, product
+from drafters.heads.layers import Linear, embedding_rows, product
 from drafters.heads.weights import Chain
-from specdec.runners.half_layers import Beside, attention_alone, mlp_alone
+from specdec.native.library import library
+from specdec.native.types import CChain, CCosSin, CHead, CShape
+from specdec.runners.half_layers import attention_alone, mlp_alone
 from specdec.runners.linear import HeadOf, LinearKernel, PackedWeight
-from specdec.runners.native_layers import NativeHead, NativeLayer, NativeLayers, runs_heads_of
+from specdec.runners.native_layers import (
+    NativeLayer,
+    NativeLayers,
+    address_of,
+    described_rows,
+    described_turns,
+    runs_heads_of,
+)
 from specdec.runners.rotary import Rotary
 from specdec.step.block import Rows
+from specdec.target import Target
 
 __all__ = ["NativeChain"]
 
 # A norm that is the identity: x w / sqrt(mean(x^2) + e) with e far larger than any square and w its root.
 _EPSILON, _GAIN = 1e12, 1e6
+_Turns = tuple[ctypes.Array[CCosSin], int, torch.Tensor, torch.Tensor]
 
 
 class NativeChain:
-    """The native layer of a head with one layer.
+    """The weights of a head with one layer, as the library reads them.
 
     Args:
         head: the head's modules.
         products: the packed products: queries, keys and values; attention's output; gate and up; down.
+        fc: the packed product in front of the layer, if there is one.
         last: the head's last product; None where only its own module computes it.
         rotary: the head's rotary positions.
+        embedding: the embedding's weight; None where only its own module embeds.
+
+    Attributes:
+        described: the head for the library.
+        embeds: whether the library has the embedding; otherwise rows come with their embeddings.
+        grows: whether the library can grow a whole draft.
+        taps: number of the target's hidden states that a row reads.
     """
 
     def __init__(
-        self, head: Chain, products: Sequence[PackedWeight], last: PackedWeight | None, rotary: Rotary
+        self,
+        head: Chain,
+        products: Sequence[PackedWeight],
+        fc: PackedWeight | None,
+        last: PackedWeight | None,
+        rotary: Rotary,
+        embedding: PackedWeight | torch.Tensor | None,
     ) -> None:
+        self._config = config = head.config
+        self._rotary, self.dtype, self._outputs = rotary, products[0].dtype, None if last is None else last.outputs
+        self._like = torch.empty(1, 0, dtype=self.dtype)
+        self._turns: _Turns | None = None
+        self._held: list[Any] = [*products, last, embedding]  # the library reads these by address
+        self.features = config.hidden_size * (len(config.taps) or 1)
+        own: Any = head
+        if fc is not None:
+            self.features = fc.inputs - (0 if config.wide else config.width)
+        self.taps = self.features // config.hidden_size
+        layers, attention = self._layers(head, products)
+        fused = None if fc is None else addressof(self._hold(fc).described)
+        norms = {"none": [], "whole": [getattr(own, "input_norm", None)], "each": getattr(own, "fc_norm", ())}
+        found: list[Any] = [*norms[config.norm_inputs]]
+        self.embeds = embedding is not None
+        self.grows = self.embeds and last is not None
+        drafted = head.draft_tokens
+        self.described = CChain(
+            layers.described[0],
+            CShape() if attention is None else attention.described[0],
+            layer=addressof(layers.described[1]),
+            attention=None if attention is None else addressof(attention.described[1]),
+            head=None if last is None else addressof(self._hold(self._last(head, last))),
+            fuse=fused if config.wide else None,
+            join=None if config.wide else fused,
+            embedding=addressof(embedding.described) if isinstance(embedding, PackedWeight) else None,
+            table=address_of(embedding) if isinstance(embedding, torch.Tensor) else None,
+            features_norm=self._weights(*(norm.weight for norm in found)) if found else None,
+            embedded_norm=self._weights(own.layers[0].input_layernorm.weight) if config.wide else None,
+            hidden_norm=self._weights(own.layers[0].hidden_norm.weight) if config.wide else None,
+            drafted=None if drafted is None else self._hold(drafted.long().contiguous()).data_ptr(),
+            width=config.width,
+            features=self.features,
+            taps=self.taps,
+            norms=len(found),
+            vocabulary=config.vocab_size,
+            from_norm=config.norm_before_residual,
+            final=config.norm_output,
+            epsilon=config.norm_eps,
+        )
+
+    def _layers(self, head: Chain, products: Sequence[PackedWeight]) -> tuple[NativeLayers, NativeLayers | None]:
+        """The layer; of a wide head, its MLP and its attention."""
         config, layer = head.config, head.layers[0]
-        self._config, self._rotary = config, rotary
-        dtype, width = products[0].dtype, config.width
         own: Any = layer
         same = torch.full((products[0].inputs,), _GAIN)
         after, eps, size = own.post_attention_layernorm.weight.detach(), config.norm_eps, config.head_dim
-        attention = own.self_attn
-        per_head = None
+        attention, per_head = own.self_attn, None
         if config.qk_norm:
             heads = [attention.q_norm.weight] * config.heads + [attention.k_norm.weight] * config.key_heads
             per_head = torch.stack([weight.detach() for weight in heads])[:, None]
-        groups, scale = (config.heads, config.key_heads), size**-0.5
+        groups, scale, width = (config.heads, config.key_heads), size**-0.5, config.width
         behind = torch.ones(2 * width) if config.wide else after
         whole = NativeLayer(tuple(products), (same, behind), (_EPSILON, eps, eps), groups, size, scale, per_head)
-        self._first = NativeLayers([attention_alone(whole) if config.wide else whole])
-        self._second: NativeLayers | None = None
-        if config.wide:
-            second = NativeLayer(tuple(products), (torch.ones(width), after), (eps, eps, 0.0), groups, size, scale)
-            self._second, self._beside = NativeLayers([mlp_alone(second)]), Beside(1, dtype)
-        norm = (torch.full((width,), _GAIN), _EPSILON) if config.kind == "eagle" else (head.norm.weight.detach(), eps)
-        self._head = None if last is None else NativeHead(*norm, last)
-        self._like = torch.empty(1, 0, dtype=dtype)
-        self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
+        if not config.wide:
+            return self._hold(NativeLayers([whole])), None
+        second = NativeLayer(tuple(products), (torch.ones(width), after), (eps, eps, 0.0), groups, size, scale)
+        return self._hold(NativeLayers([mlp_alone(second)])), self._hold(NativeLayers([attention_alone(whole)]))
+
+    def _last(self, head: Chain, last: PackedWeight) -> CHead:
+        """The last norm and the head's product."""
+        config = head.config
+        if config.kind == "eagle":
+            return CHead(last.described, self._weights(torch.full((config.width,), _GAIN)), _EPSILON)
+        return CHead(last.described, self._weights(head.norm.weight), config.norm_eps)
+
+    def _hold(self, thing: Any) -> Any:
+        self._held.append(thing)
+        return thing
+
+    def _weights(self, *weights: torch.Tensor) -> int:
+        """The address of weights in float32, one behind the other."""
+        address: int = self._hold(torch.cat([weight.detach().float() for weight in weights])).data_ptr()
+        return address
 
     @classmethod
-    def of(cls, head: Chain, last: Linear, rotary: Rotary) -> NativeChain | None:
-        """The native layer of a head; None where the library cannot run it."""
+    def of(
+        cls, head: Chain, fc: LinearKernel | None, last: Linear, rotary: Rotary, target: Target
+    ) -> NativeChain | None:
+        """The head in the library; None where the library cannot run it."""
         config = head.config
         own: Any = last.packed if isinstance(last, HeadOf) else last
+        if not config.own_head and not config.draft_vocab:
+            own = getattr(target, "packed_head", None)
         if config.layers > 1 or config.activation not in ("silu", "swish") or not rotary.fixed:
             return None
         if not runs_heads_of(config.head_dim, config.intermediate_size):
             return None
+        if config.width != config.hidden_size and not (config.wide and config.fused):
+            return None  # the target's hidden states are no states of this head
         layer: Any = head.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
         out: LinearKernel = product(attention.o_proj)
@@ -86,11 +171,17 @@ class NativeChain:
             product(mlp.down_proj),
         )
         packed = [one for one in made if isinstance(one, PackedWeight)]
-        fits = isinstance(own, PackedWeight) and own.dtype is layer.mlp.down_proj.weight.dtype
-        return cls(head, packed, own if fits else None, rotary) if len(packed) == len(made) else None
+        if len(packed) < len(made) or not (fc is None or isinstance(fc, PackedWeight)):
+            return None
+        fits = isinstance(own, PackedWeight) and own.dtype is packed[0].dtype
+        return cls(head, packed, fc, own if fits else None, rotary, embedding_rows(head, target, packed[0].dtype))
 
     def guess(
-        self, rows: Rows, inputs: torch.Tensor, residual: torch.Tensor | None, wanted: Sequence[int]
+        self,
+        rows: Rows,
+        brought: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+        embedded: torch.Tensor | None,
+        wanted: Sequence[int],
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Logits [N, d] behind the ``wanted`` rows, and their hidden states [N, W] for the next level.
 
@@ -98,30 +189,53 @@ class NativeChain:
 
         Args:
             rows: T rows; their keys and values are stored.
-            inputs: [T, W] the layer's stream; of a wide head [T, 2 W] what its attention reads.
-            residual: [T, W] what a wide layer's stream has beside the second half of ``inputs``; None for nothing.
+            brought: per sequence, hidden states of the target [T', taps x D] for its first rows, and of the head
+                itself [T", W] for the others.
+            embedded: [T, W] the rows' embeddings, unless the library ``embeds``.
             wanted: row numbers.
         """
-        count, final, head = len(wanted), self._config.norm_output, self._head
-        every = count == rows.rows
-        if self._second is None:
-            reading = None if head is None else head.reading(rows.rows, None if every else wanted, final)
-            states, _ = self._first.run(inputs, rows, *self._turns(rows), 0, 1, (), by_row=False, reading=reading)
-        else:
-            found, _ = self._first.run(inputs, rows, *self._turns(rows), 0, 1, (), by_row=False)
-            stream = found[:, self._config.width :]
-            stream = stream if residual is None else stream + residual
-            stream, every = stream if every else stream[wanted], True
-            reading = None if head is None else head.reading(count, None, final)
-            alone, angles = self._beside.rows(count)
-            states, _ = self._second.run(stream, alone, angles, angles, 0, 1, (), reading=reading)
-        if reading is not None and reading.normed is not None:
-            states = reading.normed
-        return None if reading is None else reading.logits, states if every else states[wanted]
+        states = torch.empty(rows.rows, self._config.width, dtype=self.dtype)
+        sources, places, held, first = array("Q"), array("q"), list[torch.Tensor](), 0
+        for features, own in brought:
+            if features is not None:
+                held.append(features.to("cpu", self.dtype).contiguous())
+                begin, each, count = held[-1].data_ptr(), self.features * self.dtype.itemsize, len(features)
+                sources.extend(range(begin, begin + count * each, each // self.taps))
+                places.extend(range(first, first + count))
+                first += count
+            if own is not None:
+                states[first : first + len(own)] = own
+                first += len(own)
+        turns = self.turns(rows.end)
+        told, kept = described_rows(rows, turns)
+        tokens = (c_int64 * rows.rows)(*rows.ids)
+        told.tokens = addressof(tokens)
+        logits = None if self._outputs is None else torch.empty(len(wanted), self._outputs, dtype=self.dtype)
+        onward = torch.empty(len(wanted), self._config.width, dtype=self.dtype)
+        embedded = None if embedded is None else embedded.contiguous()
+        library().specdec_run_chain(
+            byref(self.described),
+            byref(told),
+            address_of(embedded),
+            sources.buffer_info()[0],
+            places.buffer_info()[0],
+            len(places),
+            states.data_ptr(),
+            (c_int64 * len(wanted))(*wanted),
+            len(wanted),
+            address_of(logits),
+            onward.data_ptr(),
+            torch.get_num_threads(),
+        )
+        del kept, held  # the library has read them
+        return logits, onward
 
-    def _turns(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [1, positions, d], float32, of positions 0, 1, 2, ..."""
-        if self._cos_sin is None or self._cos_sin[0].shape[1] < rows.end:
-            cos, _, signed_sin = self._rotary.whole(rows, self._like)
-            self._cos_sin = cos[None].float(), signed_sin[None].float()
-        return self._cos_sin
+    def turns(self, end: int) -> ctypes.Array[CCosSin]:
+        """Cosines and sines of positions 0 .. ``end`` - 1 or more, for the library; valid while this object is."""
+        known = self._turns
+        if known is None or known[1] < end:
+            cos, _, signed_sin = self._rotary.table(end, self._like)
+            tables = cos.float().contiguous(), signed_sin.float().contiguous()
+            known = self._turns = (self._hold(described_turns([tables])), len(cos), *tables)
+            self._hold(tables)  # another thread may still read shorter ones
+        return known[0]

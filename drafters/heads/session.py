@@ -118,14 +118,16 @@ class HeadSession(GrowingSession):
         # Rows behind the root were computed from the head's own states. Its next pass reads the target's states.
         self._own.commit(seen, [] if self._grown is None else self._grown.tokens, most=1)
         self._learn(seen)
-        parts = [seen.taps[layer] for layer in self._taps]
-        if seen.draft is not None:
-            parts = [device_copies.pick(part, seen.path) for part in parts]
-        parts = [part.to(self._device) for part in parts]  # layers of a target can be on several devices
-        self._own.defer(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+        self._defer([seen.taps[layer] for layer in self._taps], None if seen.draft is None else seen.path)
         prompt = len(self._context.tokens) == self._context.prompt_length
         if (prompt and seen.draft is None) or self._waiting > CHUNK // 2:
             self._catch_up()
+
+    def _defer(self, taps: Sequence[torch.Tensor], rows: Sequence[int] | None) -> None:
+        """Have ``rows`` (None: all) of the target's hidden states [T, D], one for each tap, wait for the next pass."""
+        parts = taps if rows is None else [device_copies.pick(tap, rows) for tap in taps]
+        parts = [part.to(self._device) for part in parts]  # layers of a target can be on several devices
+        self._own.defer(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
 
     def _absorb(self, features: torch.Tensor) -> None:
         """Run the head for the next rows of text, without logits."""

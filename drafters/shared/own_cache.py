@@ -106,6 +106,11 @@ class OwnCache:
         if root:
             self._append(0, -1)
 
+    def root_ran(self, rows: int) -> None:
+        """As :meth:`read_text`, of a text of so many rows that ran without a block."""
+        self.cache.commit(range(rows - 1))
+        self._append(0, -1)
+
     def draft_block(self, rows: Sequence[int], parents: Sequence[int], tokens: Sequence[int] | None = None) -> Block:
         """The block of further rows of the draft, behind the rows that have run.
 

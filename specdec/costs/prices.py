@@ -134,6 +134,13 @@ class Prices:
         """
         return tokens - (self.rate if rate is None else rate) * (self.added(length, rows, base) + drafting)
 
+    def of_rows(self, length: int, most: int, *, base: int = 1, share: float = 1.0) -> list[float]:
+        """The price in tokens of 1, 2, ... ``most`` rows beside ``base`` others, divided by ``share``."""
+        seconds, beside, plain = self._curve(length, base + most)
+        rate, first = self.rate / plain / share, beside + base
+        began = seconds[first]
+        return [rate * (taken - began) for taken in seconds[first + 1 : first + most + 1]]
+
     def keep(
         self, gains: Sequence[float], length: int, *, base: int = 1, least: float = 0.0, share: float = 1.0
     ) -> int:
@@ -142,10 +149,7 @@ class Prices:
         ``gains``: per row, the probability that it is accepted, to be multiplied by ``share``. The result is 0 unless
         the kept rows gain more than their price plus ``least`` tokens, which may be negative.
         """
-        seconds, beside, plain = self._curve(length, base + len(gains))
-        rate, first = self.rate / plain / share, beside + base
-        began = seconds[first]
-        prices = [rate * (taken - began) for taken in seconds[first + 1 : first + len(gains) + 1]]
+        prices = self.of_rows(length, len(gains), base=base, share=share)
         nets, least = [*map(sub, accumulate(gains), prices)], least / share
         best = max(nets, default=least)
         return 1 + nets.index(best) if best > least else 0

@@ -52,7 +52,7 @@ from specdec.native.library import compiler, library, products
 from specdec.runners import ACTIVATIONS, EXECUTIONS
 from specdec.runners.attention import ATTENTION, check_backend, check_runs, describe_backend, layer_attention
 from specdec.runners.block_weight import BlockWeight
-from specdec.runners.boundary_ops import Joints, read_joints
+from specdec.runners.boundary_ops import Joint, Joints, read_joints
 from specdec.runners.choice import TIMED_ROWS, RunnerMaker, choose_runner
 from specdec.runners.half_layers import Part, half_layers, native_half_layers
 from specdec.runners.known_layers import in_blocks, why_special
@@ -348,11 +348,30 @@ class TransformersTarget:
             tokens = torch.tensor(tokens)
         return self.joints.embedding(self.runner.embed(tokens.to(self.device)[None])[0])
 
+    @property
+    def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
+        """The weight [V, D] whose rows are embeddings; None where more is done to them, or only a module can tell."""
+        embedding: Any = self.runner.embed
+        if self.joints.embedding != Joint():
+            return None
+        if isinstance(embedding, TiedEmbedding):
+            return embedding.store if embedding.scale is None else None
+        module: Any = self.model.get_input_embeddings()
+        plain = type(module) is nn.Embedding and module.max_norm is None and why_special(module) is None
+        weight: torch.Tensor | None = module.weight.detach() if plain else None
+        return weight
+
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.joints.logits(self.runner.head(self.joints.hidden(hidden)))
+
+    @property
+    def packed_head(self) -> PackedWeight | None:
+        """The packed weight that the head multiplies hidden states with; None where it is not packed, or does more."""
+        packed: PackedWeight | None = getattr(self.runner.head, "packed", None)
+        return packed if self.joints.plain else None
 
     def head_of(
         self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None

@@ -3,9 +3,11 @@
 /* Floats that a row of `count` inputs takes in the layout of tiles. */
 INLINE int64_t gathered(int64_t count) { return HAS_TILES ? count + (count + 1) / 2 : 0; }
 
-/* Scratch of so many floats, to be given back. One buffer is kept for the next call, up to a size: otherwise the
- * system takes its pages back after every forward of many rows, and has to clear new ones for the next. */
-static float *kept;
+/* Scratch of so many floats, to be given back. Buffers are kept for the next calls, up to a size: otherwise the
+ * system takes their pages back after every forward of many rows, and has to clear new ones for the next. There are
+ * two, as a call with scratch of its own may run layers. */
+enum { BUFFERS = 2 };
+static float *kept[BUFFERS];
 #ifdef __SANITIZE_ADDRESS__ /* a kept buffer may be longer than requested, and so hide reads past the end */
 enum { KEPT = 0 };
 #else
@@ -14,7 +16,8 @@ enum { KEPT = 32 << 20 };
 
 static float *take_scratch(int64_t count) {
     const size_t size = (size_t)(count / 16 + 2) * 64; /* one cache line before it stores the size */
-    float *found = __atomic_exchange_n(&kept, NULL, __ATOMIC_ACQUIRE);
+    float *found = NULL;
+    for (int i = 0; i < BUFFERS && !found; i++) found = __atomic_exchange_n(kept + i, NULL, __ATOMIC_ACQUIRE);
     if (found && *(size_t *)found < size) free(found), found = NULL;
     if (!found && !(found = aligned_alloc(64, size))) return NULL;
     *(size_t *)found = size;
@@ -23,7 +26,8 @@ static float *take_scratch(int64_t count) {
 
 static void give_scratch(float *scratch) {
     scratch -= 16;
-    if (*(size_t *)scratch <= KEPT) scratch = __atomic_exchange_n(&kept, scratch, __ATOMIC_RELEASE);
+    const int keep = *(size_t *)scratch <= KEPT;
+    for (int i = 0; i < BUFFERS && keep && scratch; i++) scratch = __atomic_exchange_n(kept + i, scratch, __ATOMIC_ACQ_REL);
     free(scratch);
 }
 

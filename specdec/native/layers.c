@@ -21,4 +21,6 @@
 #include "medusa.h"
 #include "weights.h"
 #include "draws.h"
+#include "chain.h"
+#include "growth.h"
 #include "abilities.h"

@@ -30,7 +30,7 @@ __all__ = ["compiler", "digest_of_library", "install", "library", "products", "s
 _SOURCE = Path(__file__).with_name("layers.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 _INSTALLED = Path(__file__).with_name("installed")
-_NO_ROW = 2  # specdec_run_layers returns this for a token without an embedding
+_NO_ROW = 2  # functions that embed tokens return this for a token without an embedding
 _UNFINISHED = ".unfinished-"  # prefix of the folder in which the compiler writes
 _SECONDS = 300  # after this time, the compiler is taken to hang
 
@@ -236,6 +236,8 @@ def _load(path: Path) -> Any:
             loaded.specdec_product,
             loaded.specdec_guess,
             loaded.specdec_chances,
+            loaded.specdec_run_chain,
+            loaded.specdec_grow,
         ):
             allocating.errcheck = _check_done
         loaded.specdec_panel_bytes.restype = ctypes.c_int64

@@ -13,8 +13,10 @@ __all__ = [
     "PAIR",
     "PANEL",
     "STEP",
+    "CChain",
     "CCosSin",
     "CExperts",
+    "CGrowing",
     "CHead",
     "CHeads",
     "CLayer",
@@ -151,6 +153,41 @@ class CHeads(Structure):
     )
 
 
+class CChain(Structure):
+    _fields_ = (
+        ("shape", CShape),
+        ("attends", CShape),
+        *(
+            (name, c_void_p)
+            for name in (
+                "layer", "attention", "head", "fuse", "join", "embedding", "table", "features_norm", "embedded_norm",
+                "hidden_norm", "drafted",
+            )
+        ),
+        *((name, c_int64) for name in ("width", "features", "taps", "norms", "vocabulary", "from_norm", "final")),
+        ("epsilon", c_float),
+    )  # fmt: skip
+
+
+class CGrowing(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("slots", "text", "features", "prices", "keys")),
+        *((name, c_int64) for name in ("length", "rows", "most", "deepest", "branch", "width")),
+        *((name, c_double) for name in ("sure", "accepted", "guesses", "level_price", "least")),
+        ("temperature", c_float),
+        ("divisor", c_float),
+        *((name, c_int64) for name in ("size", "kept", "passes")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "tokens", "parents", "first", "below", "depths", "places", "chances", "reach", "promised",
+                "tree_parents", "tree_depths", "best", "level", "draft_tokens", "draft_parents", "draft_chances",
+            )
+        ),
+        *((name, c_int64) for name in ("ran", "latest", "count")),
+    )  # fmt: skip
+
+
 FUNCTIONS: dict[str, list[Any]] = {
     "specdec_run_layers": [
         POINTER(CShape), c_void_p, POINTER(CRows), c_void_p, c_void_p, c_void_p, c_int64, c_int64,
@@ -170,6 +207,11 @@ FUNCTIONS: dict[str, list[Any]] = {
     "specdec_chances": [
         c_void_p, c_int64, c_int64, c_int, c_float, c_float, c_void_p, c_void_p, c_int64, c_void_p, c_void_p,
     ],
+    "specdec_run_chain": [
+        POINTER(CChain), POINTER(CRows), c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p,
+        c_void_p, c_int,
+    ],
+    "specdec_grow": [POINTER(CChain), c_void_p, c_int64, POINTER(CCosSin), c_int],
     "specdec_count_highs": [c_void_p, c_int64, c_void_p],
     "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
     "specdec_format": [c_int],

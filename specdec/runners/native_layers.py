@@ -19,7 +19,16 @@ from specdec.runners.linear import PackedWeight
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
 
-__all__ = ["NativeExperts", "NativeLayer", "NativeLayers", "address_of", "runs_heads_of"]
+__all__ = [
+    "NativeExperts",
+    "NativeLayer",
+    "NativeLayers",
+    "address_of",
+    "described_rows",
+    "described_slots",
+    "described_turns",
+    "runs_heads_of",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,15 +138,8 @@ class NativeLayers:
                 hidden = hidden.to(self._dtype).contiguous()
             start = hidden.data_ptr()
         out = torch.empty(block.rows, self._shape.hidden, dtype=self._dtype)
-        keys, described, held = 0, list[int](), list[Any]()
-        for part, _, _ in block.parts:
-            tree, slots = _tree(part), _slots_of(part.cache)
-            held.append((tree, slots))
-            keys = max(keys, part.length + part.first + part.rows)
-            described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
-        blocks = (c_int64 * len(described))(*described)  # six numbers describe a block in layers.c
         cos_sin = self._described(cos, signed_sin, by_row)
-        told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(cos_sin), by_row)
+        told, held = described_rows(block, cos_sin, by_row=by_row)
         if tokens is not None and embedding is not None:
             told.tokens, told.embedding = addressof(tokens), addressof(embedding.described)
         found = {tap: torch.empty(out.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
@@ -156,15 +158,20 @@ class NativeLayers:
             *(_NO_HEAD if reading is None else reading.arguments),
             torch.get_num_threads(),
         )
+        del held  # the library has read them
         return out, found
+
+    @property
+    def described(self) -> tuple[CShape, ctypes.Array[CLayer]]:
+        """The layers' sizes, and the layers, as the library reads them; valid while this object is."""
+        return self._shape, self._layers
 
     def _described(self, cos: torch.Tensor, signed_sin: torch.Tensor, by_row: bool) -> ctypes.Array[CCosSin]:
         """Addresses of the rotary tables; those of tables by position are cached."""
         known = self._cos_sin
         if known is not None and known[0] is cos and known[1] is signed_sin:
             return known[2]
-        tables = [(cos, signed_sin)] if by_row else [*zip(cos, signed_sin, strict=True)]
-        cos_sin = (CCosSin * len(tables))(*(CCosSin(one.data_ptr(), other.data_ptr()) for one, other in tables))
+        cos_sin = described_turns([(cos, signed_sin)] if by_row else [*zip(cos, signed_sin, strict=True)])
         if not by_row:
             self._cos_sin = cos, signed_sin, cos_sin
         return cos_sin
@@ -272,7 +279,25 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _slots_of(cache: KVCache) -> ctypes.Array[CSlots]:
+def described_turns(tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> ctypes.Array[CCosSin]:
+    """Addresses of rotary tables, cosines and signed sines, which the caller keeps."""
+    return (CCosSin * len(tables))(*(CCosSin(one.data_ptr(), other.data_ptr()) for one, other in tables))
+
+
+def described_rows(block: Rows, cos_sin: ctypes.Array[CCosSin], *, by_row: bool = False) -> tuple[CRows, list[Any]]:
+    """The rows as the library reads them, and what has to be kept until it has done so."""
+    keys, described, held = 0, list[int](), list[Any]()
+    for part, _, _ in block.parts:
+        tree, slots = _tree(part), described_slots(part.cache)
+        held.append((tree, slots))
+        keys = max(keys, part.length + part.first + part.rows)
+        described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
+    blocks = (c_int64 * len(described))(*described)  # six numbers describe a block in layers.c
+    told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(cos_sin), by_row)
+    return told, [*held, blocks, cos_sin]
+
+
+def described_slots(cache: KVCache) -> ctypes.Array[CSlots]:
     """Addresses of a cache's slots in every layer, made anew after they have moved."""
     if cache.described is None:
         layers = zip(cache.keys, cache.values, cache.group_of, strict=True)

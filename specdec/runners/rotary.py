@@ -89,9 +89,13 @@ class Rotary:
 
     def whole(self, block: Rows, hidden: torch.Tensor, kind: str | None = None) -> Table:
         """Tables of positions 0, 1, 2, ..., long enough for the block; only where they are ``fixed``."""
+        return self.table(block.end, hidden, kind)
+
+    def table(self, end: int, hidden: torch.Tensor, kind: str | None = None) -> Table:
+        """Tables of positions 0 .. ``end`` - 1 or more, as in :meth:`whole`."""
         key = (hidden.device, hidden.dtype, kind)
-        if key not in self._tables or len(self._tables[key][0]) < block.end:
-            size = max(1024, 1 << block.end.bit_length())
+        if key not in self._tables or len(self._tables[key][0]) < end:
+            size = max(1024, 1 << end.bit_length())
             self._tables[key] = self._table(hidden, torch.arange(size, device=hidden.device)[None], kind)
         return self._tables[key]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from drafters.heads.chain_step import ChainStep, Guess, Nodes
+from drafters.heads.config import ChainConfig
 from drafters.heads.loading import load_head
 from drafters.heads.native_chain import NativeChain
+from drafters.heads.weights import FORMAT, Chain
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec import Engine, SamplingParams
 from specdec.drafting.registry import make_drafter
@@ -34,7 +37,26 @@ KINDS: dict[str, Made] = {
     "window": lambda: heads.eagle3(
         SIZE, VOCAB, draft=17, sliding_window=3, layer_types=["sliding_attention"], use_sliding_window=True
     ),
+    "trained": lambda: trained(),
 }
+
+
+def trained() -> tuple[dict[str, Any], heads.Tensors]:
+    """The kind that `specdec train eagle3` makes, in specdec's own format, with the target's embedding and head."""
+    random = heads.Random(4)
+    sizes = {"heads": 4, "key_heads": 2, "head_dim": 16, "intermediate_size": 48, "layers": 1, "taps": [0, 1, 2]}
+    switches = {"norm_inputs": "each", "norm_before_residual": True, "norm_output": True, "draft_vocab": 17}
+    config = ChainConfig(
+        kind="eagle3", hidden_size=SIZE, width=SIZE, vocab_size=VOCAB, target="", rope={"rope_theta": 10000.0},
+        **sizes, **switches,
+    )  # fmt: skip
+    head = Chain(config, 3)
+    tensors = {
+        name: random.norm(*tensor.shape) if tensor.ndim == 1 else random.matrix(*tensor.shape, gain=2.0)
+        for name, tensor in head.state_dict().items()
+    }
+    tensors["draft_tokens"] = torch.randperm(VOCAB, generator=random._generator)[:17].sort().values
+    return {"format": FORMAT, **asdict(config)}, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +78,7 @@ def steps(kind: str, dtype: torch.dtype, folder: Path, monkeypatch: pytest.Monke
     made = [ChainStep(head, vocabulary.head, target)]
     monkeypatch.setattr(NativeChain, "of", lambda *_: None)
     made.append(ChainStep(head, vocabulary.head, target))
-    assert [one._native is None for one in made] == [False, True]
+    assert [one.native is None for one in made] == [False, True]
     return made
 
 
@@ -127,7 +149,7 @@ def test_texts_and_drafts_are_the_same(kind: str, tmp_path: Path, monkeypatch: p
     found = []
     for way in ("native", "torch"):
         drafter: Any = make_drafter(settings, target)
-        assert isinstance(drafter.step._native, NativeChain) == (way == "native")
+        assert isinstance(drafter.step.native, NativeChain) == (way == "native")
         engine = Engine(target, None, drafter, max_rows=24)
         found.append([engine.generate(PROMPT, NEW, sampling) for sampling in samplings])
         monkeypatch.setattr(NativeChain, "of", lambda *_: None)
