@@ -29,7 +29,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.runners.kernels import layer, product, step, tree
+from specdec.runners.kernels import layer, pick, product, step, tree
 
 DTYPES = ("bf16", "fp16", "fp32")
 WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)
@@ -129,6 +129,19 @@ def product_variants(sample: bool, arch: int) -> Iterator[Variant]:
                 }  # fmt: skip
 
 
+def pick_variants(sample: bool, arch: int) -> Iterator[Variant]:
+    """Argmax and draw of each row: dtypes x vocabularies."""
+    types = {"draws": "i64", "counts": "i64", "places": "i64", "best": "fp32", "best_at": "i32", "drawn": "fp64",
+             "drawn_at": "i32"}  # fmt: skip
+    for dtype, tokens in product_of(DTYPES[::2] if sample else DTYPES, (32000,) if sample else (32000, 151936)):
+        constants: dict[str, Any] = {"TOKENS": tokens, "ROWS": 4, "PLACES": 4, "PART": pick._PART, "num_warps": 4}
+        yield f"pick {dtype} of {tokens}", pick._pick, {"logits": dtype, **types}, constants
+    parts = triton.cdiv(151936, pick._PART)
+    types = {name: kind for name, kind in types.items() if name not in ("counts", "places")}
+    constants = {"ROWS": 4, "PARTS": parts, "WIDE": triton.next_power_of_2(parts), "num_warps": 1}
+    yield "join picks", pick._join, {**types, "picked": "i64"}, constants
+
+
 def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
     """Those in which two properties meet, such as a dtype and a head width, that did not meet in one before."""
     met = set[tuple[str, str]]()
@@ -139,7 +152,7 @@ def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
             yield variant
 
 
-VARIANTS = (tree_variants, layer_variants, step_variants, product_variants)
+VARIANTS = (tree_variants, layer_variants, step_variants, product_variants, pick_variants)
 
 
 class SlowError(ValueError):

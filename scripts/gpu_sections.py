@@ -128,17 +128,17 @@ def batches(check: Any) -> Iterator[Part]:
 @contextmanager
 def launched_late(target: Any) -> Iterator[None]:
     """While inside, no kernel is launched before the one ahead has ended, so that each one's time is its own."""
-    from specdec.runners.kernels import layer, product, step
+    from specdec.runners.kernels import layer, pick, product, step
 
     former, graphs = product.early, target.runner._graphs
-    for module in (layer, product, step):
+    for module in (layer, pick, product, step):
         module.early = lambda device: {"PDL": False}
     graphs.kind += 1
     try:
         yield
     finally:
         graphs.kind -= 1
-        for module in (layer, product, step):
+        for module in (layer, pick, product, step):
             module.early = former
 
 
@@ -250,7 +250,7 @@ def tests(check: Any) -> Iterator[Part]:
         yield "tests/gpu", taken
 
 
-KERNELS = [f"specdec.runners.kernels.{name}" for name in ("launch", "layer", "product", "step", "tree")]
+KERNELS = [f"specdec.runners.kernels.{name}" for name in ("launch", "layer", "pick", "product", "step", "tree")]
 """What parts import when they run."""
 SECTIONS: dict[str, Callable[[Any], Iterator[Part]]] = {
     "bandwidth": bandwidth, "bits": bits, "texts": texts, "step": step, "batches": batches, "drafting": drafting,

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,9 @@ from specdec import TransformersTarget
 from specdec.runners import choice as choices
 from specdec.runners.graphs import Outcome
 from specdec.runners.rotary import rotate, signed
+from specdec.sampling import noise
+from specdec.sampling.noise import Noise
+from specdec.sampling.scores import finite_argmax
 from specdec.step import device_copies
 
 __all__ = ["Kernels", "Recorder", "launch"]
@@ -101,6 +105,17 @@ class Kernels:
         output[:rows] = mixed[0].transpose(0, 1).flatten(1)
         return output
 
+    def pick(self, logits: torch.Tensor, where: Mapping[str, Any]) -> torch.Tensor:
+        each, own = len(logits) // (where["draws"].numel() // 2), torch.full((len(logits),), -1)
+        for number, one in enumerate(_sequences(where)):
+            (start, bits), before = one["draws"].tolist(), int(one["counts"][1])
+            if bits:
+                here, steps = slice(number * each, (number + 1) * each), Noise(0, logits.shape[1], logits.device)._steps
+                keys = noise._hashed((one["places"][before : before + each] + 1) * noise._signed(noise._GOLDEN) + start)
+                gumbel = noise._gumbel(noise._mixed(steps + noise._hashed(keys)[:, None]))
+                own[here] = finite_argmax(logits[here] * float(np.int32(bits).view(np.float32)) + gumbel)
+        return torch.stack((finite_argmax(logits), own), 1)
+
     def _stores(self, where: Mapping[str, Any], layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         keys, values, slots = where["table"][layer].tolist()
         assert self._memory[keys].shape[2] == slots
@@ -131,7 +146,7 @@ class Recorder:
         if self.fails is not None:
             raise self.fails
         hidden, taps = work()  # as a device is warmed up
-        kept = torch.full_like(hidden, torch.nan), {tap: torch.full_like(rows, torch.nan) for tap, rows in taps.items()}
+        kept = _none(hidden), {tap: _none(rows) for tap, rows in taps.items()}
         number = len(self.made)
         self.made.append(len(hidden))
 
@@ -143,6 +158,11 @@ class Recorder:
                 kept[1][tap].copy_(rows)
 
         return kept, replay
+
+
+def _none(values: torch.Tensor) -> torch.Tensor:
+    """In the place of values that are not computed yet."""
+    return torch.full_like(values, torch.nan if values.is_floating_point() else 1 << 40)
 
 
 def launch(patch: pytest.MonkeyPatch, kernels: Any = None) -> Recorder:

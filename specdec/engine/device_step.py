@@ -77,22 +77,28 @@ class DeviceVerification(Verification):
         if not (self._session or self._top_k > 1 or late or sampler.sample or sampler.processors):
             return self._likeliest(draft, rows, output)
         scores = output.scores(rows)
-        depths = self._process(draft, block, scores)
         rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
+        picked = scores.device_picked() if any(block.draws) and rule is match else None  # drawn with the logits
+        depths = self._process(draft, block, scores) if picked is None else []
         read, judge = _read_of(rule, draft, scores, sampler)
         best, own = decide(sampler, scores, () if rule is reject else depths)
+        if picked is not None:
+            own = picked[0][picked[1] : picked[2]]
         top = [scores.top(self._top_k)] if self._top_k > 1 else []
         if top and sampler.sample:
             top.append(scores.logits.gather(1, top[0]).float())
         asked = None if rule is not match else self._readback(draft, block, scores, output, own)
         tokens = [] if late is None else [late.tensor]
-        tensors = [*([] if own is best else [own]), *read, *top, *tokens, *([] if asked is None else [asked])]
+        drawn = [] if own is best else [own if picked is None else picked[0]]
+        tensors = [*drawn, *read, *top, *tokens, *([] if asked is None else [asked])]
         argmax, first, last = scores.device_argmax()
 
         def verdict_of(found: Sequence[list[Any]]) -> Verdict:
             numbers = iter(found)
             most = next(numbers)[first:last]
-            decided = most if own is best else next(numbers)
+            decided = next(numbers) if drawn else most
+            if picked is not None:
+                decided = decided[picked[1] : picked[2]]
             judged = [next(numbers) for _ in read]
             scores.decided(most, () if rule is reject else decided, *(next(numbers) for _ in top))
             if late is not None:

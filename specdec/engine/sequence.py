@@ -119,7 +119,7 @@ class SequenceState:
         self._sampler = Sampler(
             sampling, tokens, target.vocab_size, target.head_device, request.logits_processor, request.sample
         )
-        self.draws = self._sampler.sample
+        self.draws, self._drawing = self._sampler.sample, self._sampler.draws
         # Under ``reject`` the text at a seed depends on the proposed rows. It must not depend on other sequences or on
         # the time of forwards, so the rows must not either.
         rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and self.drafter.draws)
@@ -258,7 +258,10 @@ class SequenceState:
         sent = self._verification.arrays(draft, scored)
         block = Block.of(draft, context.cache, target.device, target.backend, sent)
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
-            block.draw = self._sampler.next_draw
+            if block.apart:
+                block.draws = self._drawing
+            else:
+                block.draw = self._sampler.next_draw
         return ScheduledRows(
             block,
             scored,

@@ -22,12 +22,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from specdec.runners.attention import attend
+from specdec.runners.boundary_ops import Joints
 from specdec.runners.cuts import ChosenCuts, Weight, weight_of
-from specdec.runners.graphs import CosSin, Recorder, StepGraphs, StepInputs
+from specdec.runners.graphs import LOGITS, PICKED, CosSin, Recorder, StepGraphs, StepInputs
 from specdec.runners.known_layers import KnownLayer, is_known_norm, why_special
 from specdec.runners.layers import LayerByLayer, stack_linears
 from specdec.runners.linear import DenseLinear
 from specdec.runners.memory_pages import FilePages
+from specdec.runners.runner import FINAL, Finished
+from specdec.sampling.scores import Scores
 from specdec.step.block import Block, Rows
 from specdec.step.first_time import FirstTimes
 from specdec.step.visibility import bucket
@@ -150,10 +153,10 @@ class CudaRunner(LayerByLayer):
         **parts: Any,
     ) -> None:
         norm, head = parts["norm"], parts["head"]
-        self.varies = next(filter(None, (layer.varies for layer in layers)), None) or _why_ends_vary(
-            norm, head, layers[0].norm[0]
-        )
-        read = [*parts["modules"], head] if self.batch_invariant else parts["modules"]
+        special = _why_ends_special(norm, head, layers[0].norm[0])
+        self.varies = next(filter(None, (layer.varies for layer in layers)), special) or _why_varying(head.weight.data)
+        self._ends = special is None
+        read = [*parts["modules"], head] if self._ends else parts["modules"]
         super().__init__("fused", [], **{**parts, "modules": read})
         self._known, self._kernels, self._longest, self._cuts = tuple(layers), kernels, longest, cuts
         self._graphs = StepGraphs(recorder, self._launch)
@@ -177,6 +180,35 @@ class CudaRunner(LayerByLayer):
         self._launched.add(kind)
         with nullcontext() if known else FirstTimes.during():  # kernels are compiled for it
             return self._launch(hidden, block, first, last, taps, cos_sin)
+
+    def finish(
+        self,
+        hidden: torch.Tensor | None,
+        block: Rows,
+        first: int,
+        last: int,
+        taps: Collection[int],
+        rows: Sequence[int] | None,
+        joints: Joints,
+        top_k: int = 1,
+    ) -> Finished:
+        """As a runner's; where a step is recorded, so are the last norm, the head, argmax and draws."""
+        if not (self._ends and joints.plain and self._graphs.takes(block)):
+            return super().finish(hidden, block, first, last, taps, rows, joints, top_k)
+        hidden, found = self.run(hidden, block, first, last, {*taps, LOGITS})
+        ends = [found.pop(name, None) for name in (LOGITS, PICKED)]  # not the second where recording failed
+        if rows is not None and not rows:
+            return hidden, found, None
+        if rows is not None:
+            index = block.index(rows, hidden.device)
+            ends = [None if end is None else end.index_select(0, index) for end in ends]
+        logits, picked = ends
+        assert logits is not None
+        return (
+            hidden,
+            found,
+            Scores(logits) if picked is None else Scores(logits, picked=picked[:, 1], _argmax=picked[:, 0]),
+        )
 
     def graphs(self, backend: str) -> str:
         return self._graphs.describe(backend)
@@ -215,9 +247,8 @@ class CudaRunner(LayerByLayer):
             self._graphs.forget()
 
     def _whole(self, inputs: StepInputs) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """A step of all layers, with its logits [B, V]."""
-        hidden, found = self._launch(inputs.hidden, inputs, 0, len(self._known), (), inputs.cos_sin)
-        return self.head(self.norm(hidden)), found
+        """A step of all layers, with its logits."""
+        return self._launch(inputs.hidden, inputs, 0, len(self._known), {LOGITS}, inputs.cos_sin)
 
     def _launch(
         self,
@@ -242,7 +273,15 @@ class CudaRunner(LayerByLayer):
                 hidden, delta = self._sum(hidden, delta, number), None
                 found[number] = hidden
             hidden, delta = self._known[number](hidden, delta, block, cos_sin, segments)
-        return self._sum(hidden, delta, last - 1), found
+        hidden = self._sum(hidden, delta, last - 1)
+        if LOGITS in taps:
+            normed = self.norm(hidden)
+            found[LOGITS] = self.head(normed)
+            if isinstance(block, StepInputs):
+                found[PICKED] = self._kernels.pick(found[LOGITS], block.where())
+            if FINAL in taps:
+                found[FINAL] = normed
+        return hidden, found
 
     def _sum(self, hidden: torch.Tensor, delta: torch.Tensor | None, number: int) -> torch.Tensor:
         """What goes on from a layer, added as the next norm would add it."""
@@ -263,8 +302,8 @@ class CudaRunner(LayerByLayer):
                 where["paths"] = depths.repeat(part.rows, 1)
 
 
-def _why_ends_vary(norm: nn.Module, head: nn.Module, gain: torch.Tensor) -> str | None:
-    """Why a row of the last norm or of the head depends on the rows beside it, or None; ``gain``: a layer's norm's."""
+def _why_ends_special(norm: nn.Module, head: nn.Module, gain: torch.Tensor) -> str | None:
+    """Why the last norm and the head are left to their modules, or None; ``gain``: of a layer's norm."""
     if not is_known_norm(norm):
         return f"the last norm is a {type(norm).__name__}, which its own module computes"
     if type(head) is not nn.Linear or (special := why_special(head)) is not None:
@@ -272,7 +311,7 @@ def _why_ends_vary(norm: nn.Module, head: nn.Module, gain: torch.Tensor) -> str 
     weights: list[Any] = [norm.weight, head.weight]
     if any((weight.dtype, weight.device) != (gain.dtype, gain.device) for weight in weights):
         return "the last norm or the head is in another dtype, or on another device, than the layers"
-    return _why_varying(head.weight.data)
+    return None
 
 
 class _Norm:

@@ -26,10 +26,16 @@ from specdec.step.batched_rows import Batch
 from specdec.step.block import Rows
 from specdec.step.first_time import FirstTimes
 
-__all__ = ["CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
+__all__ = ["LOGITS", "PICKED", "CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
 
 Outcome = tuple[torch.Tensor, dict[int, torch.Tensor]]  # of a runner's run
 CosSin = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, and which of them turn each row
+
+
+LOGITS, PICKED = -2, -3
+"""In the place of taps: the logits [B, V], and int64 [B, 2] each row's argmax, as by
+:func:`specdec.sampling.scores.finite_argmax`, and the target's draw. Where the first is asked for, the last norm, the
+head and these are a part of the step."""
 
 
 class Recorder(Protocol):
@@ -170,7 +176,8 @@ class StepGraphs:
         if isinstance(block, Batch):
             block.send()
         sizes = block.shapes["closure"].shape
-        wanted = frozenset(tap for tap in taps if first <= tap < last)
+        # A tap of the last norm is the step's where the head is.
+        wanted = frozenset(tap for tap in taps if first <= tap < last or (tap < 0 and LOGITS in taps))
         with self._lock:
             if sizes not in self._inputs:
                 self._inputs[sizes] = StepInputs(hidden, block, cos_sin)

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from specdec.native.scores import Stored, chances, draw, rank
@@ -74,6 +75,14 @@ class Noise:
     def key(self, position: int) -> int:
         """The 64-bit key of the Gumbel noise of the target's draw at a position."""
         return self._key(position, Noise.TARGET, 0)
+
+    def draws_of(self, temperature: float) -> tuple[int, int]:
+        """What the target's draws of a text follow from, for a device: where keys of positions begin, and the scale.
+
+        The first is a signed 64-bit number. The second has the bits of a float32, the inverse of the temperature.
+        """
+        start = _signed(_mix((self._seed + Noise.TARGET * _GOLDEN) & _MASK))
+        return start, int(np.float32(1 / np.float32(temperature)).view(np.int32))
 
     def uniform(self, position: int, stream: int, index: int = 0) -> float:
         """One number in (0, 1)."""

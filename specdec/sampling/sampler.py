@@ -106,6 +106,14 @@ class Sampler:
             return None
         return self._temperature, self.noise.key(len(self.tokens))
 
+    @property
+    def draws(self) -> tuple[int, int]:
+        """As ``Noise.draws_of``, if draws depend on the temperature and the logits only; else zeros."""
+        # Of others float32 has no inverse.
+        if not self.sample or self._temperature is None or not 1e-30 < self._temperature < 1e30:
+            return 0, 0
+        return self.noise.draws_of(self._temperature)
+
     def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
         if not self.processors and not self.sample:

@@ -28,6 +28,7 @@ class Scores:
         stored: the memory of the logits, where the native library reads it.
         drawn: per scored row the token that was drawn with the logits, see :attr:`specdec.step.block.Block.draw`; -1
             where none was. Empty where no row has one.
+        picked: int64 [R] on the logits' device, the same where a step made the draws of all rows there.
         processed: [R, V] after the processors, where these took all rows at once (``Sampler.together``).
     """
 
@@ -35,6 +36,7 @@ class Scores:
     rows: Sequence[int] | None = None
     stored: Stored | None = None
     drawn: Sequence[int] = ()
+    picked: torch.Tensor | None = None
     processed: torch.Tensor | None = None
     _argmax: torch.Tensor | None = None  # of all rows, on the logits' device
     _largest: Sequence[int] = ()  # each row's argmax, -1 where its logits are no distribution
@@ -110,6 +112,14 @@ class Scores:
         if self._argmax is None:
             self._argmax = finite_argmax(self.logits)
         return self._argmax, 0, len(self._argmax)
+
+    def device_picked(self) -> tuple[torch.Tensor, int, int] | None:
+        """As :meth:`device_argmax` the draws of all rows; None where none were made there."""
+        if self._part_of is not None:
+            all_rows, first, last = self._part_of
+            found = all_rows.device_picked()
+            return None if found is None else (found[0], found[1] + first, found[1] + last)
+        return None if self.picked is None else (self.picked, 0, len(self.picked))
 
     def target_token(self, row: int) -> int | None:
         """The target's token after a row, if it was drawn with the logits or by :func:`decide`; else None.

@@ -145,17 +145,21 @@ class Block(Rows):
     Attributes:
         step: the arrays that kernels on a device read in place of arguments: ``counts`` [3] holds the number of tokens
             before the tree, of the tree's rows before this block, and of the block's rows; ``table`` is the cache's.
-            For a tree, or where rows come ``again``, also, padded to buckets, the positions ``places`` [K] of all the
-            tree's rows and ``closure`` [T, K], whether a row sees another. A chain's earlier rows count as tokens.
+            For a tree, or where rows come ``again``, also ``draws`` [2] and, padded to buckets, the positions
+            ``places`` [K] of all the tree's rows and ``closure`` [T, K], whether a row sees another. A chain's earlier
+            rows count as tokens.
         shapes: the same arrays on the host.
         apart: whether the device has its own memory.
         shared: the block's part of what a batch copied; None where none has.
+        draws: what the draws of all rows follow from (``Noise.draws_of``), for kernels on a device; zeros where no row
+            has one.
         draw: temperature and key (``Noise.key``) of the first row's draw, which a runner may make together with the
             logits; None where no draw is needed.
     """
 
     ids: Sequence[int] = ()
     draw: tuple[float, int] | None = None
+    draws: tuple[int, int] = (0, 0)
 
     def __init__(
         self,
@@ -269,6 +273,7 @@ class Block(Rows):
         }
         if self.parents is None and not self.again:
             return arrays
+        arrays["draws"] = np.array(self.draws, dtype=np.int64)
         arrays["places"] = np.zeros(bucket(size), dtype=np.int64)
         arrays["places"][:size] = every[self.first - before :]
         if self.parents is None:

@@ -12,6 +12,7 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
 )
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
@@ -22,6 +23,7 @@ from specdec.runners.attention import BACKENDS as ALL_BACKENDS
 from specdec.runners.attention import attend
 from specdec.runners.graphs import CudaRecorder
 from specdec.sampling.noise import Noise
+from specdec.sampling.scores import finite_argmax
 from specdec.step import device_copies
 from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
@@ -30,6 +32,7 @@ from tests.fakes import Alternating
 from tests.models import new_model, prompt_of, reference, settings_of
 
 products = pytest.importorskip("specdec.runners.kernels.product")
+pick = pytest.importorskip("specdec.runners.kernels.pick")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -227,6 +230,17 @@ def test_cuts_among_which_time_chooses_give_the_same_bits(
         first = products.product(rows, weight, None, gated=gated)
         for cut in products.offered(outputs, inputs, gated, bucket, shared):
             assert torch.equal(products.product(rows, weight, None, gated=gated, cuts={bucket: cut}), first), cut
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_draws_in_a_graph_are_those_behind_it(dtype: torch.dtype) -> None:
+    """By torch's operations, with the noise and the temperature as they are there."""
+    logits, rows = 3 * torch.randn(64, 49152, device=DEVICE).to(dtype), torch.arange(64, device=DEVICE)
+    noise, warm = Noise(5, 49152, DEVICE), TemperatureLogitsWarper(0.8)
+    where = {"draws": torch.tensor(noise.draws_of(0.8), device=DEVICE), "counts": torch.zeros_like(rows[:3])}
+    picked = pick.pick(logits, {**where, "places": 100 + rows})
+    expected = finite_argmax(noise.gumbel_at(101 + rows) + warm(None, logits.float()))
+    assert torch.equal(picked, torch.stack((finite_argmax(logits), expected), 1))
 
 
 def test_a_warm_up_chooses_cuts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

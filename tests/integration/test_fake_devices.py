@@ -172,9 +172,15 @@ def _paths(where: Any) -> Any:
     return where["closure"].flatten(0, -2).int()
 
 
+def _picked(logits: Any, where: Any) -> Any:
+    same(logits, *where.values())
+    assert len(logits) % (where["draws"].numel() // 2) == 0
+    return where["draws"].new_empty(len(logits), 2)
+
+
 LAYER = SimpleNamespace(
     add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended, product=_product, paths=_paths,
-    segments_of=lambda positions: 1,
+    pick=_picked, segments_of=lambda positions: 1,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from specdec.runners.kernels.launch import after_former, early, on_device
+from specdec.runners.kernels.pick import pick
 from specdec.runners.kernels.product import buckets_of, offered, product, shared_of
 from specdec.runners.kernels.step import paths, segments_of, step_attention
 
@@ -24,6 +25,7 @@ __all__ = [
     "gate",
     "offered",
     "paths",
+    "pick",
     "product",
     "segments_of",
     "shared_of",

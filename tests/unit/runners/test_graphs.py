@@ -15,8 +15,10 @@ import torch
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
+from specdec.engine import device_step
 from specdec.errors import SpecdecWarning, TargetError
 from specdec.runners.graphs import CudaRecorder
+from specdec.runners.runner import LayerRunner
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
 from specdec.step.tree import Entry
@@ -28,6 +30,7 @@ from tests.tiers import FEW, matrix
 SIZES = {"max_position_embeddings": 2048}
 TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 9, 10, 8, 12, 5)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=4)
+TEMPERED = SamplingParams(temperature=0.8, seed=4)  # whose draws are a part of the graph
 PROMPT, NEW = prompt_of(20), 24
 
 
@@ -142,7 +145,7 @@ def test_layers_in_parts(recorder: Recorder) -> None:
     assert found[0][1].taps.keys() == {1, 2}
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), matrix(drafter_names(), [None, SAMPLED], first=FEW))
+@pytest.mark.parametrize(("drafter", "sampling"), matrix(drafter_names(), [None, SAMPLED, TEMPERED], first=FEW))
 def test_texts_are_those_of_steps_that_are_launched(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
 ) -> None:
@@ -180,7 +183,7 @@ def test_one_graph_does_for_two_engines_and_for_texts_that_alternate(recorder: R
 
 @pytest.mark.parametrize(
     ("drafter", "family", "sampling"),
-    matrix(["none", "token_recycling", "kangaroo", "draft_model"], ["llama", "mistral"], [None, SAMPLED]),
+    matrix(["none", "token_recycling", "kangaroo", "draft_model"], ["llama", "mistral"], [None, SAMPLED, TEMPERED]),
 )
 def test_texts_of_a_batch_are_those_of_each(
     family: str, drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
@@ -199,6 +202,39 @@ def test_texts_of_a_batch_are_those_of_each(
         assert [one.token_ids for one in found] == [one.token_ids for one in expected], options
         assert any(rows % 4 == 0 for rows in recorder.made[recorded:])
     assert any(replays > 3 for replays in recorder.replays.values())
+
+
+@pytest.mark.parametrize(("drafter", "mixed"), [("none", True), ("prompt_lookup", False), ("medusa", False)])
+def test_the_head_argmax_and_draws_are_in_the_graph(
+    drafter: str, mixed: bool, tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of greedy and sampled texts in one batch, at several temperatures. Other processors are behind the graph."""
+    plain, target = (TransformersTarget(new_model("llama", torch.float64)), fused(new_model("llama", torch.float64)))
+    options = settings_of(drafter, plain, tmp_path)[0]
+    if drafter == "medusa":
+        options = {**options, "check_target": False}
+    sampling = [None, TEMPERED, SamplingParams(temperature=1.7, seed=9), SAMPLED if mixed else TEMPERED]
+    prompts = [prompt_of(size, seed=size) for size in (20, 5, 9, 14)]
+    both = zip(prompts, sampling, strict=True)
+    expected = [Engine(plain, None, options, max_rows=8).generate(prompt, 16, one).token_ids for prompt, one in both]
+    engine, inside, drawn = Engine(target, None, options, max_rows=8), list[bool](), list[bool]()
+    finish, decide = LayerRunner.finish, device_step.decide
+
+    def behind(own: Any, hidden: Any, block: Any, *rest: Any) -> Any:
+        inside.append(not block.again)
+        return finish(own, hidden, block, *rest)
+
+    def decided(sampler: Any, scores: Any, depths: Any) -> Any:
+        drawn.append(bool(depths) and sampler.sample)
+        return decide(sampler, scores, depths)
+
+    monkeypatch.setattr(LayerRunner, "finish", behind)
+    monkeypatch.setattr(device_step, "decide", decided)
+    found = engine.generate_batch(prompts, 16, sampling, batch=4)
+    assert [one.error for one in found] == [None] * 4
+    assert [one.token_ids for one in found] == expected
+    assert all(inside), "the head of no step that is recorded is run behind it"
+    assert any(drawn) == mixed
 
 
 def test_threads_share_graphs(recorder: Recorder) -> None:
