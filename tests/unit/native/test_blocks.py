@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import weakref
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
@@ -243,21 +245,26 @@ def test_what_is_no_number_spreads(broken: float, int8: bool) -> None:
     assert [bool(row.isnan().all()) for row in found] == [False, True, False]
 
 
-@pytest.fixture(scope="module", params=["x86-64", "haswell", "alderlake", "skylake-avx512", "icelake-server"])
-def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The library as it is compiled for processors that have less."""
-    folder, own = tmp_path_factory.mktemp("level"), native.compiler()
+@cache
+def library_for(processor: str) -> Any:
+    """The library as it is compiled for a processor; None where the compiler has no code for it."""
+    own = native.compiler()
     assert own is not None
-    made = folder / "layers.so"
-    flags = ["-O1", f"-march={request.param}", "-fno-math-errno", "-shared", "-fPIC", "-fopenmp", "-w"]
-    source = Path(native.__file__).with_name("layers.c")
-    if subprocess.run([own, *flags, str(source), "-o", str(made), "-lm"], capture_output=True).returncode:
-        pytest.skip("the compiler has no code for it")
+    flags = ["-O1", f"-march={processor}", "-fno-math-errno", "-shared", "-fPIC", "-fopenmp", "-w"]
+    with TemporaryDirectory() as folder:  # a loaded library stays when its file is deleted
+        source, made = Path(native.__file__).with_name("layers.c"), Path(folder) / "layers.so"
+        done = subprocess.run([own, *flags, str(source), "-o", str(made), "-lm"], capture_output=True)
+        return None if done.returncode else native._load(made)
+
+
+@pytest.fixture(scope="module", params=["x86-64", "haswell", "alderlake", "skylake-avx512", "icelake-server"])
+def level(request: pytest.FixtureRequest) -> Any:
+    """The library as it is compiled for processors that have less."""
     needs = {"x86-64": "sse2", "haswell": "avx2", "alderlake": "avx_vnni"}
     needs |= {"skylake-avx512": "avx512bw", "icelake-server": "avx512_vnni"}
     if needs[request.param] not in native._flags():
         pytest.skip("this processor has no such instructions")
-    return native._load(made)
+    return library_for(request.param) or pytest.skip("the compiler has no code for it")
 
 
 @pytest.mark.slow
