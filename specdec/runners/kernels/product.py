@@ -168,9 +168,15 @@ def _most_stages(cut: Cut, gated: bool, shared: int) -> int:
 
 
 def _runs(cut: Cut, gated: bool, shared: int) -> bool:
-    """Whether a program's memory suffices, and its registers: half of them may hold sums, 128 of 32 lanes a warp."""
+    """Whether a program's memory suffices, and its registers: half of them may hold sums, 128 of 32 lanes a warp.
+
+    Each lane must also have 16 bytes of the activations to read. A device without the last bucket needs more warps and
+    smaller tiles for many rows.
+    """
     sums = cut.tile * cut.rows * (2 if gated else 1)
-    return 2 <= cut.stages <= _most_stages(cut, gated, shared) and sums <= cut.warps << 12
+    fits = 2 <= cut.stages <= _most_stages(cut, gated, shared) and sums <= cut.warps << 12
+    large = cut.rows > 64 and (cut.tile > 64 or cut.warps < 8)
+    return fits and cut.step * cut.rows >= cut.warps << 8 and not (large and len(buckets_of(shared)) < len(BUCKETS))
 
 
 def cuts_of(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 227 << 10) -> list[Cut]:
@@ -191,8 +197,9 @@ def offered(outputs: int, inputs: int, gated: bool, bucket: int, shared: int = 2
     """
     usual = cut_of(outputs, inputs, gated, bucket, shared)
     deeper = min(usual.stages + 2, _most_stages(usual, gated, shared))
+    other = replace(usual, tile=128 if usual.tile == 64 else 64, warps=8)
     others = [
-        replace(usual, tile=128 if usual.tile == 64 else 64, warps=8),
+        other if _runs(other, gated, shared) else replace(other, warps=usual.warps),
         replace(usual, warps=8 if usual.warps == 4 else 4),
         replace(usual, stages=deeper if deeper > usual.stages else usual.stages - 1),
         *([replace(usual, rows=bucket // 2)] if bucket > 32 else []),
