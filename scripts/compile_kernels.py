@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from specdec.runners.kernels import layer, pick, product, step, tree
+from specdec.step.pages import PAGE
 
 DTYPES = ("bf16", "fp16", "fp32")
 WIDTHS = (8, 16, 32, 64, 80, 96, 128, 192, 256)
@@ -66,13 +67,15 @@ def layer_variants(sample: bool, arch: int) -> Iterator[Variant]:
             constants: dict[str, Any] = {"WIDTH": width, "WIDE": wide, "PARTS": parts}
             yield f"add_norm {dtype} width {width} parts {parts}", layer._add_norm, own, constants
         yield f"gate {dtype}", layer._gate, {"both": dtype, "output": dtype}, {"INNER": 3 * width, "BLOCK": 1024}
-    for dtype, width, normed in product_of(DTYPES, (128,) if sample else WIDTHS, (False, True)):
+    pages = product_of((128,) if sample else WIDTHS, (False, True), (0, PAGE))
+    for dtype, (width, normed, page) in product_of(DTYPES, pages):
         names = ("heads", "cosines", "sines", "query_weight", "key_weight", "query")
         types = {**dict.fromkeys(names, dtype), "places": "i64", "counts": "i64", "table": "i64"}
         half = triton.next_power_of_2(width // 2)
         constants = {"QUERIES": 32, "KEYS": 8, "WIDTH": width, "HALF": half, "NORMED": normed, "PARTS": 1}
+        constants["PAGE"] = page
         yield (
-            f"turn_and_store {dtype} width {width}{' normed' if normed else ''}",
+            f"turn_and_store {dtype} width {width}{' normed' if normed else ''}{' paged' if page else ''}",
             layer._turn_and_store,
             types,
             constants,
@@ -80,15 +83,19 @@ def layer_variants(sample: bool, arch: int) -> Iterator[Variant]:
 
 
 def step_variants(sample: bool, arch: int) -> Iterator[Variant]:
-    """Attention of recorded steps: dtypes x head widths x groups x windows; and each row's way through the tree."""
-    kinds = [(4, False), (3, True)] if sample else [*product_of((1, 3, 4, 8), (False, True))]
+    """Attention of steps: dtypes x head widths x groups x windows x pages; and each row's way through the tree."""
+    kinds = product_of((1, 3, 4, 8), (False, True), (0, PAGE))
+    if sample:
+        kinds = iter([(4, False, 0), (3, True, 0), (4, False, PAGE), (4, True, PAGE)])
+    kinds = [*kinds]
     for dtype, width in product_of(DTYPES[::2] if sample else DTYPES, (128,) if sample else WIDTHS):
         types = {"query": dtype, "counts": "i64", "table": "i64", "places": "i64", "paths": "i32", "tops": "fp32",
                  "totals": "fp32", "mixes": "fp32", "output": dtype}  # fmt: skip
-        for group, windowed in kinds:
-            constants = step.constants(8 * group, group, width, 4 if dtype == "fp32" else 2, windowed=windowed)
+        for group, windowed, page in kinds:
+            itemsize = 4 if dtype == "fp32" else 2
+            constants = step.constants(8 * group, group, width, itemsize, windowed=windowed, page=page)
             yield (
-                f"step {dtype} width {width} group {group}{' windowed' if windowed else ''}",
+                f"step {dtype} width {width} group {group}{' windowed' if windowed else ''}{' paged' if page else ''}",
                 step._attend,
                 types,
                 constants,

@@ -25,6 +25,8 @@ from scripts.gpu_shapes import Figures, Part, product_shapes, tree_parents
 from specdec import Draft, Engine
 from specdec.bench.shapes import random_prompt, weight_bytes
 from specdec.costs.measuring import measure
+from specdec.engine.requests import Request
+from specdec.engine.scheduler import Scheduler
 from specdec.step.block import Block
 from specdec.step.device_copies import seconds_of, wait
 
@@ -120,9 +122,23 @@ def batches(check: Any) -> Iterator[Part]:
         outs = engine.generate_batch(prompts, check.args.new, batch=batch)
         return {"tokens_per_second": sum(len(out.token_ids) for out in outs) / (time.perf_counter() - began)}
 
+    def held(shape: str, batch: int) -> Figures:
+        """Memory of pages in which texts of very different lengths are; and of a cache of 1,024 tokens for each."""
+        engine = Engine(check.target(shape))
+        target: Any = engine.target
+        longest = min(1000, target.context_length - 40)
+        prompts = [random_prompt(target.vocab_size, 8 + longest * n // batch, n) for n in range(batch)]
+        scheduler, most = Scheduler(engine, [Request(prompt, 16) for prompt in prompts], batch=batch), (0, 0)
+        for events in scheduler.run():
+            assert all(event.error is None for event in events)
+            most = max(most, *((pool.nbytes, pool.used) for pool in target.runner.pools), (0, 0))
+        each = sum(1024 * spec.slot_bytes for spec in target.specs)
+        return {"most_mb": most[0] / 1e6, "pages": most[1], "mb_of_1024_each": batch * each / 1e6}
+
     for shape in (check.big, check.small):
         for batch in check.args.batches:
             yield f"{shape}, {batch} at once", partial(taken, shape, batch)
+        yield f"{shape}, memory of {max(check.args.batches)}", partial(held, shape, max(check.args.batches))
 
 
 @contextmanager
@@ -155,8 +171,7 @@ def profile(check: Any) -> Iterator[Part]:
             cache.length = min(1024, target.context_length // 2)
             cache.reserve(1300)
             for group in cache.groups:
-                group.keys.zero_()
-                group.values.zero_()
+                group.clear()
             draft = Draft([5] * rows, tree_parents(rows, "binary"))
 
             def forward() -> Any:

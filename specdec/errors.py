@@ -7,6 +7,7 @@
     |-- PromptError       a prompt that cannot be decoded from (also a ValueError)
     |-- TargetError       a model that specdec cannot drive exactly
     |-- CheckpointError   weights on disk that are missing, broken or of another model
+    |-- CacheError        no memory is left for a text's keys and values
     |-- DraftError        a drafter proposed a tree that breaks the rules
     |-- ParallelError     processes that decode together disagree, or one of them is gone
     |-- ForkError         a process was forked from one that computes with several threads (also a RuntimeError)
@@ -23,6 +24,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "CacheError",
     "CheckpointError",
     "ConfigError",
     "DraftError",
@@ -60,6 +62,10 @@ class TargetError(SpecdecError):
 
 class CheckpointError(SpecdecError):
     """Weights that are missing, broken, or belong to another model."""
+
+
+class CacheError(SpecdecError):
+    """No memory is left for a text's keys and values."""
 
 
 class DraftError(SpecdecError):

@@ -23,6 +23,7 @@ from specdec.sampling import noise
 from specdec.sampling.noise import Noise
 from specdec.sampling.scores import finite_argmax
 from specdec.step import device_copies
+from specdec.step.pages import PAGE
 
 __all__ = ["Kernels", "Recorder", "launch"]
 
@@ -63,9 +64,11 @@ class Kernels:
         each = len(heads) // (where["counts"].numel() // 3)
         for number, one in enumerate(_sequences(where)):
             length, before, rows = one["counts"].tolist()
-            own_keys, own_values, slots = self._stores(one, layer)
-            slot, own = torch.arange(length + before, length + before + rows) % slots, slice(number * each, None)
-            own_keys[0][:, slot], own_values[0][:, slot] = k[:, own][:, :rows], v[:, own][:, :rows]
+            begin = length + before
+            for place, own_keys, own_values in self._stores(one, layer, begin, begin + rows):
+                own = slice(*(row - begin + number * each for row in (place.start, place.stop)))
+                own_keys.copy_(k[:, own])
+                own_values.copy_(v[:, own])
         return q.transpose(0, 1).contiguous().transpose(0, 1)[None]
 
     def segments_of(self, positions: int) -> int:
@@ -90,18 +93,20 @@ class Kernels:
         self, query: Any, where: Mapping[str, Any], layer: int, window: int | None, scale: float
     ) -> torch.Tensor:
         length, before, rows = where["counts"].tolist()
-        keys, values, slots = self._stores(where, layer)
         low = 0 if window is None else max(0, length - window + 1)
-        slot = torch.arange(low, length + before + rows) % slots
+        output = query.new_zeros(query.shape[2], query.shape[1] * query.shape[3])
+        if not rows:
+            return output
+        _, *both = zip(*self._stores(where, layer, low, length + before + rows), strict=True)
+        keys, values = (torch.cat(pieces, 1)[None] for pieces in both)
         places = torch.cat((torch.arange(low, length), where["places"][: before + rows]))
-        seen = torch.ones(rows, len(slot), dtype=torch.bool)
+        seen = torch.ones(rows, keys.shape[2], dtype=torch.bool)
         seen[:, length - low :] = where["closure"][:rows, : before + rows]
         if window is not None:
             seen &= where["places"][before : before + rows, None] - places < window
         mixed = F.scaled_dot_product_attention(
-            query[:, :, :rows], keys[:, :, slot], values[:, :, slot], attn_mask=seen, scale=scale, enable_gqa=True
+            query[:, :, :rows], keys, values, attn_mask=seen, scale=scale, enable_gqa=True
         )
-        output = query.new_zeros(query.shape[2], query.shape[1] * query.shape[3])
         output[:rows] = mixed[0].transpose(0, 1).flatten(1)
         return output
 
@@ -116,10 +121,21 @@ class Kernels:
                 own[here] = finite_argmax(logits[here] * float(np.int32(bits).view(np.float32)) + gumbel)
         return torch.stack((finite_argmax(logits), own), 1)
 
-    def _stores(self, where: Mapping[str, Any], layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        keys, values, slots = where["table"][layer].tolist()
-        assert self._memory[keys].shape[2] == slots
-        return self._memory[keys], self._memory[values], slots
+    def _stores(self, where: Mapping[str, Any], layer: int, first: int, last: int) -> list[tuple[Any, ...]]:
+        """The keys and the values [heads, n, d] of the positions [first, last), by those that lie beside each other."""
+        one, other, *slots = where["table"][layer].tolist()
+        size, found, begin = slots[0] if slots else PAGE, list[tuple[Any, ...]](), first
+        while begin < last:
+            end = min(last, (begin // size + 1) * size)
+            if slots:
+                assert self._memory[one].shape[2] == size
+                both = self._memory[one][0], self._memory[other][0]
+            else:  # the list of pages, and the numbers in a page that are of other layers
+                page = self._memory[int(self._memory[one][begin // PAGE])]
+                both = page[other // page[0].numel()].unbind(0)
+            found.append((slice(begin, end), *(store[:, begin % size :][:, : end - begin] for store in both)))
+            begin = end
+        return found
 
 
 def _sequences(where: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

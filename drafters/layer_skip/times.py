@@ -117,8 +117,7 @@ def measure(target: Target, clock: Callable[[], float] = perf_counter) -> Times:
         cache = target.new_cache(capacity=length + 1, rows=1)
         cache.reserve(length + 1)
         for group in cache.groups:  # never written, they may hold numbers that are slow to compute with
-            group.keys.zero_()
-            group.values.zero_()
+            group.clear()
         cache.length = length
         block = Block(cache, [0], device=target.device, backend=target.backend)
         hidden = target.embed([0])

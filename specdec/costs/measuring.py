@@ -219,8 +219,7 @@ def measure(
         cache = target.new_cache(capacity=lengths[-1] + _GROWTH, rows=rows[-1])
         cache.reserve(lengths[-1] + _GROWTH + rows[-1])
         for group in cache.groups:  # never written, they may hold numbers that are slow to compute with
-            group.keys.zero_()
-            group.values.zero_()
+            group.clear()
         for count in rows if device_copies.is_apart(target.device) else ():
             take(lengths[0], count)
         began = clock()

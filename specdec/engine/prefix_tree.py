@@ -22,7 +22,8 @@ import torch
 
 from specdec.engine.prefix_cache import KeptText, PrefixCache, alike
 from specdec.settings.parsing import check_positive
-from specdec.step.cache import KVCache, Slots
+from specdec.step.cache import KVCache
+from specdec.step.slots import Slots
 from specdec.target import Target
 
 __all__ = ["PrefixTree"]
@@ -39,10 +40,7 @@ class _Piece:
     def of(cls, group: Slots, start: int, end: int) -> _Piece:
         """A copy of what a cache holds of the positions [start, end)."""
         first = min(max(start, group.first), end)
-        if group.window is None:
-            return cls(*(store.narrow(3, first, end - first).clone() for store in (group.keys, group.values)))
-        slots = group.index((first, end))
-        return cls(group.keys.index_select(3, slots), group.values.index_select(3, slots))
+        return cls(*group.read(first, end))
 
     @property
     def size(self) -> int:
@@ -266,7 +264,7 @@ class PrefixTree(PrefixCache):
         start, end, cache = parent.end, len(tokens), text.cache
         taps = {layer: hidden[start:end] for layer, hidden in known.items() if len(hidden) >= end}
         held = [(group, end - min(max(start, group.first), end)) for group in cache.groups]
-        size = sum(count * (group.keys.nbytes + group.values.nbytes) // group.size for group, count in held)
+        size = sum(count * group.slot_bytes for group, count in held)
         if not self._make_room(size + sum(rows.nbytes for rows in taps.values()), path):
             return
         pieces = [_Piece.of(group, start, end) for group in cache.groups]
@@ -331,17 +329,11 @@ def _fill(cache: KVCache, path: Sequence[_Node], count: int) -> None:
     for place, group in enumerate(cache.groups):
         group.first = first = max(_held_from(path, place, count), count - group.limit)
         if first:  # masked slots are read too, and what is in them must be numbers
-            group.keys.zero_()
-            group.values.zero_()
+            group.clear()
         for node in path:
             piece, start, end = node.pieces[place], max(first, node.start), min(node.end, count)
             if start >= end:
                 continue
             offset = start - (node.end - piece.size)
-            for own, other in ((group.keys, piece.keys), (group.values, piece.values)):
-                rows = other.narrow(3, offset, end - start)
-                if first:
-                    own.index_copy_(3, group.index((start, end)), rows)
-                else:
-                    own.narrow(3, start, end - start).copy_(rows)
+            group.fill(start, *(store.narrow(3, offset, end - start) for store in (piece.keys, piece.values)))
     cache.length = cache.written = count

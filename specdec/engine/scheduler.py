@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from specdec.drafting.registry import DrafterSpec, parse_drafter
 from specdec.engine.prefix_tree import PrefixTree
@@ -124,7 +124,8 @@ class Scheduler:
         step_rows: most rows of one forward, all drafts and chunks of prompts together; None takes 256, or the engine's
             ``max_rows`` where that is larger. A draft that finds no room waits for the next forward as it is.
         cache_bytes: most bytes that the target's caches may come to hold together, each counted as what its text may
-            need at most; None is no bound.
+            need at most; None is no bound. Where caches are in pages, what the device has left bounds them as well:
+            requests that may need more wait.
 
     Raises:
         ConfigError: a size that is not positive, or a ``step_rows`` that cannot hold a draft.
@@ -240,7 +241,7 @@ class Scheduler:
             waiting = self._next
             assert waiting is not None
             held = sum(one.bytes for one in self._running.values())
-            if self._cache_bytes is not None and held + waiting.bytes > self._cache_bytes:
+            if not self._fits(waiting, held):
                 break
             self._next, began = None, perf_counter()
             self._share(held + waiting.bytes)
@@ -253,6 +254,20 @@ class Scheduler:
                 self._running[sequence] = waiting
         self._share(sum(one.bytes for one in self._running.values()))
         return failed
+
+    def _fits(self, waiting: _Waiting, held: int) -> bool:
+        """Whether a text's cache, and those of the running texts, find room even if all become as long as they may.
+
+        So no text is ended, or run again, because others grew. A text that is alone is admitted in any case, as it may
+        end sooner.
+        """
+        if self._cache_bytes is not None and held + waiting.bytes > self._cache_bytes:
+            return False
+        room = getattr(self._engine.target, "cache_room", lambda: None)() if self._running else None
+        if room is None:
+            return True
+        growth = sum(max(0, one.bytes - sequence.cache_bytes) for sequence, one in self._running.items())
+        return bool(growth + waiting.bytes <= room)
 
     def _share(self, held: int) -> None:
         """Have the kept beginnings take no more than running texts leave of ``cache_bytes``."""
@@ -293,16 +308,22 @@ class Scheduler:
         return found
 
     def _bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Most bytes of the cache of such a text; 0 if ``cache_bytes`` is None.
+        """Most bytes of the cache of such a text; 0 where nothing bounds them.
 
         Raises:
             ConfigError: the text may need more than ``cache_bytes``.
         """
-        if self._cache_bytes is None:
+        target: Any = self._engine.target
+        pages = getattr(target, "pages", False)
+        if self._cache_bytes is None and not pages:
             return 0
         capacity, rows = cache_sizes(self._engine, prompt_tokens, max_new_tokens)
-        size = KVCache.most_bytes(getattr(self._engine.target, "specs", ()), capacity=capacity, rows=rows)
-        if size > self._cache_bytes:
+        specs, drafted = getattr(target, "specs", ()), self._engine.max_rows
+        if pages:
+            size = KVCache.most_page_bytes(specs, capacity=capacity, rows=rows, drafted=drafted)
+        else:
+            size = KVCache.most_bytes(specs, capacity=capacity, rows=rows)
+        if self._cache_bytes is not None and size > self._cache_bytes:
             raise ConfigError(
                 f"a text of up to {capacity} tokens may need {size} bytes of cache, and cache_bytes is "
                 f"{self._cache_bytes}; lower max_new_tokens or raise cache_bytes"

@@ -40,7 +40,7 @@ def step(sequences: Sequence[SequenceState], target: Target, observer: StepObser
             fresh.append(sequence)
     observer.begin(fresh, len(sequences), target.head_device)
     propose(fresh, observer, outcomes)
-    batch = schedule(drafted + fresh, sequences, row_limit)
+    batch = schedule(drafted + fresh, sequences, row_limit, outcomes)
     observer.scheduled()
     ran = forward(target, batch, outcomes)
     observer.ran(ran)
@@ -88,9 +88,12 @@ def propose(sequences: Sequence[SequenceState], observer: StepObserver, outcomes
 
 
 def schedule(
-    drafted: Sequence[SequenceState], sequences: Sequence[SequenceState], row_limit: int
+    drafted: Sequence[SequenceState], sequences: Sequence[SequenceState], row_limit: int, outcomes: list[Outcome]
 ) -> list[ScheduledRows]:
-    """The rows of the next forward: drafts in the given order while they fit, then chunks of prompts."""
+    """The rows of the next forward: drafts in the given order while they fit, then chunks of prompts.
+
+    A sequence for whose prompt no memory is left ends with its error.
+    """
     left = row_limit
     batch: list[ScheduledRows] = []
     for sequence in drafted:
@@ -100,11 +103,17 @@ def schedule(
             sequence.scheduled = None
             batch.append(scheduled)
     for sequence in sequences:
-        if left and sequence.prefilling:
+        if not left or not sequence.prefilling:
+            continue
+        try:
             sequence.look_again()
-        if left and sequence.prefilling:
-            batch.append(sequence.chunk(left))
-            left -= batch[-1].block.rows
+            chunk = sequence.chunk(left) if sequence.prefilling else None
+        except Exception as error:
+            outcomes.append((sequence, error))
+            continue
+        if chunk is not None:
+            batch.append(chunk)
+            left -= chunk.block.rows
     return batch
 
 

@@ -129,7 +129,7 @@ class Reference:
             TargetError: they differ by more than rounding.
             NumericalError: they are no numbers.
         """
-        walked = self._logits(self._specs)
+        walked = self._logits()
         if self._full is None and shadowed is not None:
             specs = [replace(spec, dtype=self.other_dtype) for spec in self._specs]
             with shadowed():
@@ -151,7 +151,7 @@ class Reference:
     def differs(self) -> str | None:
         """How the target, on the runner that it has now, differs from its model by more than rounding, or None."""
         try:
-            got = self._logits(self._specs)
+            got = self._logits()
         except Exception as error:  # a library's, a compiler's and a driver's share no class but this
             return f"it fails: {type(error).__name__}: {first_line(error)}"
         if self._shadow is None:
@@ -165,13 +165,13 @@ class Reference:
         scale = max(float(self._expected.abs().max()), 1e-3)
         return float((got - self._expected).abs().max()), (self._full or _WITHOUT_SHADOW) * scale
 
-    def _logits(self, specs: Sequence[LayerSpec]) -> torch.Tensor:
+    def _logits(self) -> torch.Tensor:
         """[11, V] by the target: a block, then one that is a tree, the path through which is the text."""
         target, tokens = self._target, list(self._tokens)
         root, *rest = tokens[_ROWS:]
         tree = Draft((root, tokens[0], *rest), _TREE)
         with target.active():
-            cache = KVCache(specs, capacity=2 * _ROWS, rows=_ROWS)
+            cache = target.new_cache(capacity=2 * _ROWS, rows=_ROWS)
             block = Block(cache, tokens[:_ROWS], device=target.device, backend=target.backend)
             prefix = target.forward(block).logits
             cache.commit(range(_ROWS))

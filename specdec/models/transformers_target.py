@@ -72,9 +72,11 @@ from specdec.runners.runner import LayerRunner
 from specdec.runners.snapshot import Outline, Snapshot
 from specdec.settings.arguments import checked
 from specdec.settings.files import cache_folder
+from specdec.step import device_copies
 from specdec.step.batched_rows import rows_of
 from specdec.step.block import MOST_REPLAYED, Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.pages import PAGE
 from specdec.step.tree import Entry
 from specdec.step.visibility import bucket
 from specdec.target import TargetOutput
@@ -82,6 +84,7 @@ from specdec.target import TargetOutput
 __all__ = ["TransformersTarget", "time_runners"]
 
 _WARM_ROWS = 64  # of several sequences, in steps that are recorded beforehand
+_PAGES_SHARE = 0.9  # of the bytes that a device has left; vLLM's gpu_memory_utilization is the same by default
 
 for _name, _function in ((ATTENTION, layer_attention), (PROBE, note_layer)):
     AttentionInterface.register(_name, _function)
@@ -251,7 +254,14 @@ class TransformersTarget:
         return self.runner.varies
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
-        return KVCache(self.specs, capacity=capacity, rows=rows)
+        if not self.pages:
+            return KVCache(self.specs, capacity=capacity, rows=rows)
+        return self.runner.new_cache(self.specs, capacity=capacity, rows=rows)
+
+    @property
+    def pages(self) -> bool:
+        """Whether caches are in pages; kernels by name read none."""
+        return self.runner.pages and self.backend == "auto"
 
     def warm_up(
         self,
@@ -473,6 +483,7 @@ class TransformersTarget:
                 "batch-invariant": "yes" if self.batch_invariant else f"no: {self._varies()}",
                 "CUDA graphs": self.runner.graphs(self.backend) if self.device.type == "cuda" else None,
                 "cuts of products": self.runner.cuts(),
+                "cache": self._describe_cache(),
                 "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             },
             "machine": {
@@ -487,6 +498,23 @@ class TransformersTarget:
                 "transformers": transformers.__version__,
             },
         }
+
+    def cache_room(self) -> int | None:
+        """Bytes that the pages of further texts may have; None where caches are not in pages, and there is no telling.
+
+        It is what is free of the pages that there are, and most of what the device has left. The rest is for what
+        forwards compute, and for the drafters' own caches.
+        """
+        left = device_copies.free_bytes(self.device) if self.pages else None
+        return None if left is None else int(_PAGES_SHARE * left) + sum(pool.free_bytes for pool in self.runner.pools)
+
+    def _describe_cache(self) -> str | None:
+        """The pages of all texts; None where each text's cache is its own."""
+        if not self.pages:
+            return None
+        pools = self.runner.pools
+        used, pages, size = (sum(getattr(pool, name) for pool in pools) for name in ("used", "pages", "nbytes"))
+        return f"in pages of {PAGE} tokens; {used} of {pages} in use, {size / 1e6:.1f} MB"
 
     def _describe_attention(self) -> str:
         if self.batch_invariant:

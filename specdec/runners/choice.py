@@ -219,7 +219,10 @@ def layer_kernels(
         rows = torch.zeros(1, 64, dtype=dtype, device=device)
         kernels.gate(kernels.add_norm(rows, rows, rows[0], 1e-6)[1])
         counts = torch.zeros(3, dtype=torch.long, device=device)  # no row is stored
-        where = {"counts": counts, "table": torch.ones(1, 3, dtype=torch.long, device=device)}
+        where = {
+            "counts": counts,
+            "table": torch.ones(1, 3 if dtype == torch.float32 else 2, dtype=torch.long, device=device),
+        }
         where |= {"places": counts[:1], "closure": torch.zeros(1, 1, dtype=torch.bool, device=device)}
         for query_heads, key_heads, width, normed in shapes:
             heads = torch.zeros(1, (query_heads + 2 * key_heads) * width, dtype=dtype, device=device)

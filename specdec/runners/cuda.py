@@ -12,6 +12,7 @@ computed together with the next norm.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
@@ -32,7 +33,10 @@ from specdec.runners.memory_pages import FilePages
 from specdec.runners.runner import FINAL, Finished
 from specdec.sampling.scores import Scores
 from specdec.step.block import Block, Rows
+from specdec.step.cache import KVCache
 from specdec.step.first_time import FirstTimes
+from specdec.step.pages import PagePool
+from specdec.step.slots import LayerSpec
 from specdec.step.visibility import bucket
 
 __all__ = ["CudaLayer", "CudaRunner"]
@@ -141,6 +145,9 @@ class CudaRunner(LayerByLayer):
 
     ``longest``: the model's context length in tokens; a longer text has the graphs recorded again. ``cuts``: how the
     products of the layers and the head are cut.
+
+    Attributes:
+        pages: whether caches are in pages. They are where all attention is the kernels' own, which read them.
     """
 
     def __init__(
@@ -161,6 +168,7 @@ class CudaRunner(LayerByLayer):
         self._known, self._kernels, self._longest, self._cuts = tuple(layers), kernels, longest, cuts
         self._graphs = StepGraphs(recorder, self._launch)
         self._launched: set[tuple[int, type, str]] = set()  # kinds of rows that were launched kernel by kernel
+        self.pages, self._pools = self.batch_invariant, dict[tuple[LayerSpec, int], PagePool]()
         if self.batch_invariant:
             self.norm, self.head = _Norm(kernels, norm), _Head(kernels, head, cuts)
 
@@ -209,6 +217,18 @@ class CudaRunner(LayerByLayer):
             found,
             Scores(logits) if picked is None else Scores(logits, picked=picked[:, 1], _argmax=picked[:, 0]),
         )
+
+    def new_cache(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> KVCache:
+        if not self.pages:
+            return super().new_cache(specs, capacity=capacity, rows=rows)
+        pools = {}
+        for spec, layers in Counter(specs).items():
+            pools[spec] = self._pools.setdefault((spec, layers), PagePool(spec, layers))
+        return KVCache(specs, capacity=capacity, rows=rows, pools=pools)
+
+    @property
+    def pools(self) -> Collection[PagePool]:
+        return self._pools.values()
 
     def graphs(self, backend: str) -> str:
         return self._graphs.describe(backend)

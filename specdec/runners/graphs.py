@@ -2,10 +2,10 @@
 
 A graph repeats its launches with the same arguments, so everything that differs between steps is in memory at fixed
 addresses: hidden states, cosines and sines, and the block's arrays (:attr:`specdec.step.block.Block.step`), which hold
-the addresses of the sequence's cache. So one graph serves texts of every length, growing caches, and any number of
-caches. Graphs are recorded per bucket of rows, bucket of the tree's rows, and range of layers. Padding rows of a bucket
-are computed, but store nothing and are not read. In a batch (:class:`specdec.step.batched_rows.Batch`) each sequence
-has a bucket.
+the addresses of the sequence's cache, or of the list of its pages. So one graph serves texts of every length, growing
+caches, and any number of caches. Graphs are recorded per bucket of rows, bucket of the tree's rows, and range of
+layers. Padding rows of a bucket are computed, but store nothing and are not read. In a batch
+(:class:`specdec.step.batched_rows.Batch`) each sequence has a bucket.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ class StepGraphs:
         """As a runner's ``run``; None where the step cannot be recorded, with a warning that has the reason."""
         if isinstance(block, Batch):
             block.send()
-        sizes = block.shapes["closure"].shape
+        # Caches in pages, and others, have their own kernels.
+        sizes = (*block.shapes["closure"].shape, block.shapes["table"].shape[-1])
         # A tap of the last norm is the step's where the head is.
         wanted = frozenset(tap for tap in taps if first <= tap < last or (tap < 0 and LOGITS in taps))
         with self._lock:
@@ -224,6 +225,6 @@ class StepGraphs:
             return f"not used: attention={backend!r} is told the text's length by the host; leave it at auto"
         if self.failed is not None:
             return f"not used: {self.failed}"
-        sizes = sorted({math.prod(sizes[:-1]) for sizes, *_ in self._graphs})
+        sizes = sorted({math.prod(sizes[:-2]) for sizes, *_ in self._graphs})
         recorded = f"; recorded: {len(self._graphs)}, of {', '.join(map(str, sizes))} rows" if sizes else ""
         return f"one for each bucket of rows, attention by Triton{recorded}"

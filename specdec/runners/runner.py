@@ -14,6 +14,9 @@ from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Angles
 from specdec.sampling.scores import Scores
 from specdec.step.block import Rows
+from specdec.step.cache import KVCache
+from specdec.step.pages import PagePool
+from specdec.step.slots import LayerSpec
 
 __all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
 
@@ -38,6 +41,7 @@ class LayerRunner(ABC):
         borrows: whether it calls the model's own attention modules.
         varies: why a row's results depend on other rows in the forward; None where they are bit-identical.
         experts: how experts are run, where the layers have some and that is known; else None.
+        pages: whether its kernels read caches in pages.
         looks_up: whether ``run`` and ``finish`` accept None for hidden states, and embed the block's tokens themselves.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
@@ -49,9 +53,19 @@ class LayerRunner(ABC):
     varies: str | None = "torch's products and attention sum in another order for other numbers of rows"
     experts: str | None = None
     looks_up: bool = False
+    pages: bool = False
     embed: Callable[[torch.Tensor], Any]
     norm: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]
+
+    def new_cache(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> KVCache:
+        """An empty cache of these specs, as the runner's kernels read it."""
+        return KVCache(specs, capacity=capacity, rows=rows)
+
+    @property
+    def pools(self) -> Collection[PagePool]:
+        """The pages of all texts, where caches are in pages."""
+        return ()
 
     @property
     def batch_invariant(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.errors import ConfigError, PromptError, SpecdecError
+from specdec.errors import CacheError, ConfigError, PromptError, SpecdecError
 
 __all__ = ["ApiError", "told_to_client"]
 
@@ -47,6 +47,8 @@ def told_to_client(error: Exception) -> ApiError:
         return error
     if isinstance(error, ConfigError | PromptError):
         return ApiError(str(error))
+    if isinstance(error, CacheError):
+        return ApiError(str(error), status=503, kind="server_error", code="out_of_memory")
     return ApiError(
         "the server failed to decode this request, and its log says why; send it again, or tell its operator",
         status=500,

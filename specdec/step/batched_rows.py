@@ -169,7 +169,7 @@ def _chains(blocks: Sequence[Block], padding: _Padding) -> dict[str, npt.NDArray
     counts[own, 0], counts[own, 2] = known, padding.counts
     places[own] = known[:, None] if rows == 1 else (known[:, None] + np.arange(rows)) * padding.fits
     table = np.empty((sequences, *blocks[0].cache.table.shape), dtype=np.int64)
-    np.concatenate([block.cache.table for block in blocks], out=table[own].reshape(-1, 3))
+    np.concatenate([block.cache.table for block in blocks], out=table[own].reshape(-1, table.shape[-1]))
     draws = np.zeros((sequences, 2), dtype=np.int64)
     draws[own] = [block.draws for block in blocks]
     return {"counts": counts, "table": table, "draws": draws, "places": places, "closure": padding.closure}

@@ -18,7 +18,9 @@ import torch
 
 from specdec.errors import TargetError
 from specdec.step import device_copies
-from specdec.step.cache import KVCache, Slices, Slots
+from specdec.step.cache import KVCache
+from specdec.step.pages import PagedSlots
+from specdec.step.slots import ContiguousSlots, Slices, Slots
 from specdec.step.tree import Draft, ancestors
 from specdec.step.visibility import Layout, bucket, slot_ranges
 
@@ -342,10 +344,13 @@ class Block(Rows):
         """Keys and values [1, heads, slots, dim] that a layer's rows may see, and the mask over them."""
         group = self.cache.group_of[layer]
         span, mask = self.mask(group, dtype)
+        place = self.cache.index_in_group[layer]
+        if isinstance(group, PagedSlots):  # a copy, so it is made behind each layer's storing
+            return *group.of_layer(place, *span), mask
         found = self._seen.get(id(group))
         if found is None:
+            assert isinstance(group, ContiguousSlots)
             found = self._seen[id(group)] = (span, *group.slices(span[0], span[1] - span[0]))
-        place = self.cache.index_in_group[layer]
         return found[1][place], found[2][place], mask
 
     def seen(self, keys: int, device: torch.device) -> torch.Tensor:
@@ -374,7 +379,7 @@ class Block(Rows):
             if not prefix or (len(prefix) == 1 and prefix[0][1] == tail[0]):
                 return (first, tail[1]), None
         size = min(self.length + self.first + self.rows, group.size)
-        mask = torch.full((self.rows, size), -torch.inf, dtype=dtype, device=group.keys.device)
+        mask = torch.full((self.rows, size), -torch.inf, dtype=dtype, device=group.device)
         for first, last in prefix:
             mask[:, first:last] = 0
         seen = mask.new_zeros(self.rows, 1) if layout.mask is None else layout.mask
@@ -392,7 +397,7 @@ class Block(Rows):
 
     def _layout(self, group: Slots, dtype: torch.dtype) -> Layout:
         length, end, tree = self.length, self.length + self.first + self.rows, self.first + self.rows
-        device, window = group.keys.device, group.window
+        device, window = group.device, group.window
         # The shallowest row sees committed keys from `edge` on, the deepest row from `common` on.
         edge = 0 if window is None else max(0, length + min(self.depths[self.first :]) - window + 1)
         common = edge if window is None else min(length, max(0, length + self.deepest - window + 1))

@@ -21,6 +21,7 @@ __all__ = [
     "copy_in",
     "copy_out",
     "fill",
+    "free_bytes",
     "is_apart",
     "pack",
     "packed",
@@ -48,6 +49,14 @@ def wait(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that a CUDA device can still give to tensors; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.pages import PagePool
 from specdec.step.tree import Draft
 from tests.property.test_attention import GROUPS, HEADS, MOST, WIDTH, Case, World, cases
 from tests.tiers import each_once
@@ -22,21 +23,36 @@ TREE = [-1, 0, 0, 1, 2, 4, 3, 5]
 FORK = [-1, 0, 1, 0, 3]
 
 
+def scattered(spec: LayerSpec) -> dict[LayerSpec, PagePool]:
+    """A pool whose pages, of NaNs, lie in another order than they are taken in."""
+    pool = PagePool(spec, 1)
+    pages = pool.take(9)
+    for page in pages:
+        page.tensor.fill_(torch.nan)
+    kept = pages.pop()  # or all memory would go back
+    pool.spare = kept  # type: ignore[attr-defined]
+    for place in (3, 0, 5, 1, 7, 2, 6, 4):
+        pages[place] = None  # type: ignore[call-overload]
+    return {spec: pool}
+
+
 class Text:
     """Random keys, values and queries of a text's tokens, and the kernel's attention for any rows of it."""
 
     def __init__(
-        self, length: int, heads: int, groups: int, width: int, window: int | None, dtype: torch.dtype = torch.float16
+        self, length: int, heads: int, groups: int, width: int, window: int | None, *, paged: bool = False
     ) -> None:
+        dtype = torch.float16
         generator = torch.Generator().manual_seed(0)
         made = [torch.randn(1, count, length, width, generator=generator) for count in (groups, groups, heads)]
         self.keys, self.values, self.query = (one.to(dtype) for one in made)
         self.window, self.groups, self.width = window, groups, width
         self.spec = LayerSpec(groups, width, width, window, torch.device("cpu"), dtype)
+        self.pools = scattered(self.spec) if paged else None
 
     def committed(self, length: int) -> KVCache:
         """A cache of the text's first tokens."""
-        cache = KVCache([self.spec], capacity=self.keys.shape[2], rows=16)
+        cache = KVCache([self.spec], capacity=self.keys.shape[2], rows=16, pools=self.pools)
         for start in range(0, length, 16):
             last = min(start + 16, length)
             cache.write(0, self.keys[:, :, start:last], self.values[:, :, start:last], start)
@@ -68,7 +84,7 @@ def slow(*case: Any) -> Any:
 @pytest.mark.parametrize(
     ("length", "parents", "window", "heads", "width"),
     [
-        (61, TREE, None, (2, 1), 8),  # across a border of 64 keys
+        (61, TREE, None, (2, 1), 8),  # across a border of 64 keys, and of pages
         (125, FORK, 70, (3, 1), 20),  # of segments, with a window; an odd group and width
         slow(0, TREE, None, (2, 2), 16),
         slow(3, TREE, 2, (4, 2), 8),  # a window shorter than the tree
@@ -81,10 +97,14 @@ def slow(*case: Any) -> Any:
 def test_a_drafted_row_is_the_same_token_decoded_plainly(
     length: int, parents: list[int], window: int | None, heads: tuple[int, int], width: int
 ) -> None:
-    """Bit for bit, down every path of a tree, token by token."""
-    text = Text(length + len(parents), *heads, width, window)
+    """Bit for bit, down every path of a tree, token by token, of a cache in pages; and in one whose slots are not."""
+    text, beside = (Text(length + len(parents), *heads, width, window, paged=paged) for paged in (True, False))
     depths = Draft([0] * len(parents), parents).depths
-    drafted = text.attend(Block(text.committed(length), [0] * len(parents), parents=parents, depths=depths), length)
+    drafted, contiguous = (
+        one.attend(Block(one.committed(length), [0] * len(parents), parents=parents, depths=depths), length)
+        for one in (text, beside)
+    )
+    assert torch.equal(drafted, contiguous)
     for leaf in sorted(set(range(len(parents))) - set(parents)):
         path = [leaf]
         while parents[path[0]] >= 0:
@@ -107,7 +127,7 @@ def test_a_drafted_row_is_the_same_token_decoded_plainly(
 )
 def test_a_row_is_itself_wherever_its_step_begins(place: int, before: tuple[int, ...], window: int | None) -> None:
     """Alone, as a chain's last row, as a prompt's, and with room for a longer text."""
-    text = Text(place + 1, 2, 1, 8, window)
+    text = Text(place + 1, 2, 1, 8, window, paged=window != 5)
     alone = text.attend(Block(text.committed(place), [0]), place)[0]
     for rows in before:
         for again in (True, False):

@@ -17,7 +17,7 @@ import triton.language as tl
 from specdec.runners.kernels.launch import after_former, early, on_device
 from specdec.runners.kernels.pick import pick
 from specdec.runners.kernels.product import buckets_of, offered, product, shared_of
-from specdec.runners.kernels.step import paths, segments_of, step_attention
+from specdec.runners.kernels.step import page_of, paths, segments_of, step_attention
 
 __all__ = [
     "add_norm",
@@ -92,25 +92,32 @@ def _turn_and_store(
     heads, cosines, sines, places, query_weight, key_weight, query, counts, table,
     layer, layers, each, epsilon,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     sequence, own_row = row // each, row % each
     counts += 3 * sequence
-    own_table = table + 3 * (sequence * layers + layer)
-    slots = tl.load(own_table + 2)
+    own_table = table + (2 if PAGE else 3) * (sequence * layers + layer)
     stored = own_row < tl.load(counts + 2)  # not a row that fills a bucket
     at = tl.arange(0, HALF)
     inside = at < WIDTH // 2
     own = heads + (row * (QUERIES + 2 * KEYS) + head) * WIDTH + at
-    slot = (tl.load(counts) + tl.load(counts + 1) + own_row) % slots
+    slot = tl.load(counts) + tl.load(counts + 1) + own_row
     place = tl.load(places + row) * WIDTH + at
     cos_x = tl.load(cosines + place, mask=inside, other=0.0).to(tl.float32)
     cos_y = tl.load(cosines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
     sin_x = tl.load(sines + place, mask=inside, other=0.0).to(tl.float32)
     sin_y = tl.load(sines + place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-    keys = tl.load(own_table).to(tl.pointer_type(query.dtype.element_ty))
-    values = tl.load(own_table + 1).to(tl.pointer_type(query.dtype.element_ty))
+    if PAGE:
+        page = tl.load(tl.load(own_table).to(tl.pointer_type(tl.int64)) + slot // PAGE, mask=stored, other=0)
+        keys = page.to(tl.pointer_type(query.dtype.element_ty)) + tl.load(own_table + 1)
+        values = keys + KEYS * PAGE * WIDTH
+        slots = PAGE
+    else:
+        keys = tl.load(own_table).to(tl.pointer_type(query.dtype.element_ty))
+        values = tl.load(own_table + 1).to(tl.pointer_type(query.dtype.element_ty))
+        slots = tl.load(own_table + 2)
+    slot %= slots
     after_former(PDL)  # all that was read so far has been there since the step began
     low = tl.load(own, mask=inside, other=0.0)
     high = tl.load(own + WIDTH // 2, mask=inside, other=0.0)
@@ -178,7 +185,7 @@ def turn_and_store(
             heads, cosines, sines, places, query_weight, key_weight, query, where["counts"], where["table"],
             layer, where["table"].shape[-2], rows // (where["counts"].numel() // 3), epsilon,
             QUERIES=query_heads, KEYS=key_heads, WIDTH=width, HALF=triton.next_power_of_2(width // 2),
-            NORMED=norms is not None, PARTS=_parts(heads), num_warps=1, **early(heads.device),
+            NORMED=norms is not None, PARTS=_parts(heads), PAGE=page_of(where), num_warps=1, **early(heads.device),
         )  # fmt: skip
     return query.transpose(0, 1)[None]
 

@@ -13,7 +13,9 @@ executes the same instructions on the same numbers, as it is the same program, a
 a tile independently.
 
 The keys' number, their addresses and the number of rows are read from the device's memory
-(:class:`specdec.step.block.Block`), so that one CUDA graph serves all texts. Padding rows of a bucket see nothing.
+(:class:`specdec.step.block.Block`), so that one CUDA graph serves all texts. Keys and values lie beside each other, or
+in pages of 64 positions (:mod:`specdec.step.pages`). A block of committed keys lies in one page, whose address is read
+once; drafted keys may be in several. Padding rows of a bucket see nothing.
 
 Tested as :mod:`specdec.runners.kernels.tree` is.
 """
@@ -29,8 +31,9 @@ import triton
 import triton.language as tl
 
 from specdec.runners.kernels.launch import after_former, early, on_device
+from specdec.step.pages import PAGE
 
-__all__ = ["constants", "paths", "segments_of", "step_attention"]
+__all__ = ["constants", "page_of", "paths", "segments_of", "step_attention"]
 
 _BLOCK = 128  # rows of a tree that are looked at together
 _JOINED = 4096  # numbers of several segments that are joined together
@@ -92,7 +95,7 @@ def _attend(
     query, counts, table, places, paths, tops, totals, mixes, output,
     joins, layer, layers, bucket, reach, segments, scale, window,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, JOINED: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, JOINED: tl.constexpr, WINDOWED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     EACH: tl.constexpr = ROWS // GROUP  # rows of a program that do not join
     head = tl.program_id(0)
@@ -102,18 +105,22 @@ def _attend(
     place = tl.arange(0, ROWS)  # row r of the program, head g of the group: r * GROUP + g
     row, own = lead + place // GROUP, head * GROUP + place % GROUP
     counts += 3 * sequence
-    table += 3 * (sequence * layers + layer)
+    table += (2 if PAGE else 3) * (sequence * layers + layer)
     places += sequence * reach
     first_row = sequence * bucket  # among those of all sequences
     length, before, rows = tl.load(counts).to(tl.int32), tl.load(counts + 1), tl.load(counts + 2)
     live = (place < tl.where(joins != 0, GROUP, EACH * GROUP)) & (row < rows)
     element = query.dtype.element_ty
-    slots = tl.load(table + 2)
-    keys = tl.load(table).to(tl.pointer_type(element)) + head * slots * WIDTH
-    values = tl.load(table + 1).to(tl.pointer_type(element)) + head * slots * WIDTH
-    if WIDTH % 8 == 0:  # else they are read number by number: the compiler knows nothing of an address from memory
-        keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
-    around = slots.to(tl.int32)
+    if PAGE:
+        pages = tl.load(table).to(tl.pointer_type(tl.int64))
+        ahead = tl.load(table + 1).to(tl.int32) + head * PAGE * WIDTH  # numbers in a page, before these keys
+    else:
+        slots = tl.load(table + 2)
+        keys = tl.load(table).to(tl.pointer_type(element)) + head * slots * WIDTH
+        values = tl.load(table + 1).to(tl.pointer_type(element)) + head * slots * WIDTH
+        if WIDTH % 8 == 0:  # else they are read number by number: the compiler knows nothing of an address from memory
+            keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
+        around = slots.to(tl.int32)
     wide = tl.arange(0, WIDE)
     inside = wide < WIDTH
     index = first_row + row
@@ -149,25 +156,36 @@ def _attend(
         total = tl.load(totals + at * HEADS + own, mask=goes_on, other=0.0)
         there = (at * HEADS + own)[:, None] * WIDTH + wide[None, :]
         mixed = tl.load(mixes + there, mask=goes_on[:, None] & inside[None, :], other=0.0)
+        if PAGE:
+            near = tl.load(pages + start // PAGE, mask=start < stop, other=0)
         for first in range(start, stop, KEYS):
             position = first + tl.arange(0, KEYS)
             known = (position >= low) & (position < end)
             drafted = position >= length
             hop = tl.load(path + position, mask=known & drafted, other=0)
-            slot = tl.where(drafted, length + hop, position) % around
-            k = tl.load(keys + slot[None, :] * WIDTH + wide[:, None], mask=known[None, :] & inside[:, None], other=0.0)
+            slot = tl.where(drafted, length + hop, position)
+            if PAGE:
+                page = tl.load(pages + slot // PAGE, mask=known & drafted, other=0)
+                page = tl.where(drafted, page, near)
+                near = tl.load(pages + (first + KEYS) // PAGE, mask=first + KEYS < stop, other=0)  # ahead of its use
+                keys = page.to(tl.pointer_type(element)) + ahead + (slot & (PAGE - 1)) * WIDTH
+                values = keys + HEADS // GROUP * PAGE * WIDTH
+                if WIDTH % 8 == 0:
+                    keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
+                key_at, value_at = keys[None, :], values[:, None]
+            else:
+                key_at, value_at = keys + (slot % around)[None, :] * WIDTH, values + (slot % around)[:, None] * WIDTH
+            k = tl.load(key_at + wide[:, None], mask=known[None, :] & inside[:, None], other=0.0)
             seen = live[:, None] & known[None, :]
             if WINDOWED:
-                seen = seen & (stand[:, None] - position[None, :] < window)
+                seen = seen & (position[None, :] > (stand - window)[:, None])
             scores = tl.where(seen, tl.dot(q, k, input_precision="ieee"), float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             # A row that has seen nothing yet has no maximum to subtract.
             level = tl.where(higher == float("-inf"), 0.0, higher)
             share = tl.exp2((scores - level[:, None]) * factor)
             shrink = tl.exp2((top - level) * factor)
-            v = tl.load(
-                values + slot[:, None] * WIDTH + wide[None, :], mask=known[:, None] & inside[None, :], other=0.0
-            )
+            v = tl.load(value_at + wide[None, :], mask=known[:, None] & inside[None, :], other=0.0)
             mixed = tl.dot(share.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
             total = total * shrink + tl.sum(share, 1)
             top = higher
@@ -214,8 +232,11 @@ def _attend(
 
 
 @cache
-def constants(heads: int, group: int, width: int, itemsize: int, *, windowed: bool) -> dict[str, Any]:
-    """What the kernel is compiled for; nothing of it depends on the number of rows, so that one does for all."""
+def constants(heads: int, group: int, width: int, itemsize: int, *, windowed: bool, page: int) -> dict[str, Any]:
+    """What the kernel is compiled for; nothing of it depends on the number of rows, so that one does for all.
+
+    ``page``: see :func:`page_of`.
+    """
     wide = max(16, triton.next_power_of_2(width))
     small = wide * itemsize > 256  # with more, a block of a smaller GPU has no room for it
     full = itemsize > 2  # multiplied without tensor cores, from registers
@@ -223,8 +244,13 @@ def constants(heads: int, group: int, width: int, itemsize: int, *, windowed: bo
     return {
         "GROUP": group, "HEADS": heads, "WIDTH": width, "WIDE": wide, "ROWS": max(16 if small or full else 32, groups),
         "KEYS": 16 if full else 32 if small else 64, "JOINED": min(16, max(1, _JOINED // (groups * wide))),
-        "WINDOWED": windowed, "num_warps": 4, "num_stages": 2,
+        "WINDOWED": windowed, "PAGE": page, "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
+
+
+def page_of(where: Mapping[str, torch.Tensor]) -> int:
+    """Positions of a page of the caches of a block or a batch; 0 where their slots lie beside each other."""
+    return PAGE if where["table"].shape[-1] == 2 else 0
 
 
 def step_attention(
@@ -248,7 +274,7 @@ def step_attention(
     _, heads, rows, width = query.shape
     sequences, group = where["counts"].numel() // 3, heads // key_heads
     each, reach = rows // sequences, where["paths"].shape[-1]
-    fixed = constants(heads, group, width, query.element_size(), windowed=window is not None)
+    fixed = constants(heads, group, width, query.element_size(), windowed=window is not None, page=page_of(where))
     device = query.device
     tops, totals = torch.empty(2, rows, segments, heads, dtype=torch.float32, device=device)
     mixes = torch.empty(rows, segments, heads, width, dtype=torch.float32, device=device)

@@ -187,7 +187,7 @@ def test_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
     kept = kept_in(out)
     assert not [part for part, figures in kept.items() if "failed" in figures]
     counted = Counter(section for section, _ in kept)
-    assert counted == {"about": 1, "bandwidth": 1, "bits": 7, "step": 4, "batches": 2}
+    assert counted == {"about": 1, "bandwidth": 1, "bits": 7, "step": 4, "batches": 3}
     differing = [figures["differing"] for (section, _), figures in kept.items() if section == "bits"]
     assert set(differing) == {0}
     assert kept["step", "toy, plain"]["share_of_copies"] > 0

@@ -16,9 +16,14 @@ import torch
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
 from specdec.engine import device_step
+from specdec.engine.prefix_tree import PrefixTree
+from specdec.engine.requests import Request
+from specdec.engine.scheduler import Scheduler
 from specdec.errors import SpecdecWarning, TargetError
+from specdec.runners.cuda import CudaRunner
 from specdec.runners.graphs import CudaRecorder
 from specdec.runners.runner import LayerRunner
+from specdec.step import device_copies
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
 from specdec.step.tree import Entry
@@ -235,6 +240,66 @@ def test_the_head_argmax_and_draws_are_in_the_graph(
     assert [one.token_ids for one in found] == expected
     assert all(inside), "the head of no step that is recorded is run behind it"
     assert any(drawn) == mixed
+
+
+@pytest.mark.parametrize(
+    ("drafter", "family", "sampling"),
+    matrix(drafter_names(), ["llama", "mistral"], [None, SAMPLED], first=["token_recycling"]),
+)
+def test_texts_in_pages_are_plain_decoding_s(
+    family: str, drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
+) -> None:
+    """Texts over a page's end, some with a common beginning, that come and go; at last all pages are given back."""
+    plain = TransformersTarget(new_model(family, torch.float64))
+    target = fused(new_model(family, torch.float64))
+    assert isinstance(target.runner, CudaRunner)
+    target.runner.pages = True
+    prompts = [prompt_of(size, seed=size) for size in (50, 1, 9, 63)]
+    prompts += [(*prompt_of(70, seed=1), *prompt_of(size, seed=size)) for size in (3, 20)]
+    for options in settings_of(drafter, plain, tmp_path)[:1]:
+        if drafter in ("kangaroo", "medusa"):
+            options = {**options, "check_target": False}
+        engines = [Engine(one, None, options, max_rows=12, prefill_chunk=40) for one in (plain, target)]
+        new = [20, 3, 60, 8, 5, 9]
+        expected = [engines[0].generate(prompt, count, sampling) for prompt, count in zip(prompts, new, strict=True)]
+        kept = PrefixTree(10**7)
+        found = engines[1].generate_batch(prompts, new, sampling, batch=3, prefix_cache=kept)
+        assert [one.error for one in found] == [None] * 6
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected], options
+        if family == "llama":
+            assert found[5].stats.reused_tokens  # of a text that still runs
+        del engines, kept
+    gc.collect()
+    assert target.describe()["execution"]["cache"] == "in pages of 64 tokens; 0 of 0 in use, 0.0 MB"
+
+
+def test_requests_wait_for_pages(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what all texts may still become, so that none finds no page in its middle; one that is alone does not wait."""
+    target = fused(new_model("llama", torch.float64, **SIZES))
+    assert isinstance(target.runner, CudaRunner)
+    target.runner.pages = True
+    engine, page = Engine(target, max_rows=4), target.num_layers * 2 * 2 * 64 * 8 * 8
+    pages, most = [7], [0]
+
+    def left(device: torch.device) -> int:
+        found = pages[0] * page - sum(pool.nbytes for pool in target.runner.pools)
+        return int(found / 0.9) + 1
+
+    monkeypatch.setattr(device_copies, "free_bytes", left)
+    monkeypatch.setattr("specdec.step.pages._PIECE", 1)
+    prompts = [prompt_of(100, seed=seed) for seed in range(4)]  # of 100, 40 and 4 tokens, so 3 pages each
+    scheduler = Scheduler(engine, [Request(prompt, 40) for prompt in prompts], batch=4)
+    ended, together = 0, 0
+    with target.active():
+        for events in scheduler.run():
+            assert all(event.error is None for event in events)
+            ended, together = ended + sum(event.last for event in events), max(together, len(scheduler._running))
+            most[0] = max(most[0], sum(pool.used for pool in target.runner.pools))
+    assert (ended, together) == (4, 2)
+    assert 4 < most[0] <= 6
+    pages[0] = 2
+    assert len(engine.generate_batch(prompts[:2], 20)[1].token_ids) == 20
+    assert target.describe()["execution"]["cache"].startswith("in pages of 64 tokens; ")
 
 
 def test_threads_share_graphs(recorder: Recorder) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 import specdec
 from specdec import Context, Draft, Engine, SamplingParams, TransformersTarget
 from specdec.errors import (
+    CacheError,
     CheckpointError,
     ConfigError,
     DraftError,
@@ -40,7 +41,7 @@ NAN = float("nan")
 
 
 def test_the_tree_of_errors() -> None:
-    kinds = (ConfigError, PromptError, TargetError, CheckpointError, DraftError, NumericalError, ForkError)
+    kinds = (ConfigError, PromptError, TargetError, CheckpointError, CacheError, DraftError, NumericalError, ForkError)
     assert all(issubclass(kind, SpecdecError) for kind in kinds)
     assert issubclass(ConfigError, ValueError)
     assert issubclass(PromptError, ValueError)

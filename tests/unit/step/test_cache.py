@@ -17,7 +17,7 @@ RING = LayerSpec(heads=1, key_dim=1, value_dim=2, window=4, device=torch.device(
 def moved_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows move by the compiled library, and where there is none, by torch."""
     if request.param == "torch":
-        monkeypatch.setattr("specdec.step.cache.library", lambda: None)
+        monkeypatch.setattr("specdec.step.slots.library", lambda: None)
     elif library() is None:
         pytest.skip("no C compiler")
 

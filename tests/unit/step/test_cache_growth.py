@@ -22,7 +22,7 @@ PROMPT, NEW = prompt_of(9), 60
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that begin with 8 slots, so that they grow at once and often."""
-    monkeypatch.setattr("specdec.step.cache._START", 8)
+    monkeypatch.setattr("specdec.step.slots._START", 8)
 
 
 @pytest.mark.usefixtures("small")
