@@ -174,7 +174,10 @@ class PagedSlots(Slots):
         oldest, wanted = self.first // PAGE, -(-end // PAGE)
         begin = max(len(self.pages), oldest)
         if wanted > begin:
-            self._put(begin, self.pool.take(wanted - begin))
+            pages = self.pool.take(wanted - begin)
+            if begin == oldest and self.first % PAGE:  # masked slots may be read, and what is in them must be numbers
+                pages[0].tensor.zero_()
+            self._put(begin, pages)
         held = self.pages[oldest]
         if oldest > self._oldest and held is not None:
             self.addresses[:oldest].fill_(held.address)

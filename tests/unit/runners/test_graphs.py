@@ -19,13 +19,14 @@ from specdec.engine import device_step
 from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.errors import SpecdecWarning, TargetError
+from specdec.errors import CacheError, SpecdecWarning, TargetError
 from specdec.runners.cuda import CudaRunner
 from specdec.runners.graphs import CudaRecorder
 from specdec.runners.runner import LayerRunner
 from specdec.step import device_copies
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
+from specdec.step.pages import PagePool
 from specdec.step.tree import Entry
 from specdec.target import FINAL
 from tests.launching import Recorder, fused, launch
@@ -300,6 +301,26 @@ def test_requests_wait_for_pages(recorder: Recorder, monkeypatch: pytest.MonkeyP
     pages[0] = 2
     assert len(engine.generate_batch(prompts[:2], 20)[1].token_ids) == 20
     assert target.describe()["execution"]["cache"].startswith("in pages of 64 tokens; ")
+
+
+def test_a_prompt_for_which_no_page_is_left_ends_alone(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = fused(new_model("llama", torch.float64, **SIZES))
+    assert isinstance(target.runner, CudaRunner)
+    target.runner.pages = True
+    grow = PagePool._grow
+
+    def limited(pool: PagePool, wanted: int) -> None:
+        if pool.pages + wanted > 3:
+            raise CacheError("no memory left")
+        grow(pool, wanted)
+
+    monkeypatch.setattr("specdec.step.pages._PIECE", 1)
+    monkeypatch.setattr(PagePool, "_grow", limited)
+    prompts = [prompt_of(10), prompt_of(250), prompt_of(30)]
+    with pytest.warns(SpecdecWarning, match=r"1 of 3 prompts failed: 1 \(no memory left"):
+        found = Engine(target).generate_batch(prompts, 8)
+    assert isinstance(found[1].error, CacheError)
+    assert [found[at].token_ids for at in (0, 2)] == [reference(target.model, prompts[at], 8) for at in (0, 2)]
 
 
 def test_threads_share_graphs(recorder: Recorder) -> None:

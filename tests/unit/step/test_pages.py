@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from threading import Thread
 from typing import Any
 
@@ -148,6 +149,23 @@ def test_full_pages_are_shared_with_a_text_that_begins_alike() -> None:
     text.check()
     del text
     assert pools[FULL].used == 3
+
+
+def test_what_a_window_s_first_page_does_not_hold_is_numbers() -> None:
+    """It is masked, and yet read by layers that read copies: a NaN times nothing is a NaN."""
+    spec = replace(SLIDING, window=20)
+    pool = PagePool(spec, 1)
+    former, other = (KVCache([spec], capacity=MOST, rows=5, pools={spec: pool}) for _ in range(2))
+    for start in range(0, 120, 5):
+        former.write(0, *torch.ones(2, 1, 1, 5, 4).double(), start)
+        former.commit(range(5))
+    for tensor, _ in pool._free:
+        tensor.fill_(torch.nan)
+    assert other.take(former, 120)
+    assert other.groups[0].first == 96
+    for copies in (other.keys, other.values):
+        assert copies[0][:, :, :120].isfinite().all()
+        assert (copies[0][:, :, 96:120] == 1).all()
 
 
 class Copies(TorchFunctionMode):
