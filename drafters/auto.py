@@ -25,7 +25,7 @@ class AutoConfig(MergedConfig):
 
 class Auto(Merged):
     """The parts, built; where none are named, the model's own multi-token-prediction layers are one if its checkpoint
-    has them, and so is the EAGLE head in this package that was trained for the model, or else its Medusa heads.
+    has them, and the Medusa heads in this package if they fit the model.
     """
 
     name = "auto"
@@ -37,13 +37,11 @@ class Auto(Merged):
         parts = super().made(config, target)
         if config.parts is not None:
             return parts
-        whole = not getattr(target, "splits", False)
-        if whole and own_layers(target) is not None:
+        if not getattr(target, "splits", False) and own_layers(target) is not None:
             try:
                 parts.append(make_drafter("mtp", target))
             except CheckpointError as error:
                 warnings.warn(f"auto drafts without the model's own layers: {error}", SpecdecWarning, stacklevel=2)
-        for heads in ("eagle", "medusa") if whole else ("medusa",):
-            with suppress(CheckpointError):  # those in the package may be for another model
-                return [*parts, make_drafter(heads, target)]
+        with suppress(CheckpointError):  # the heads in the package may be for another model
+            parts.append(make_drafter("medusa", target))
         return parts
