@@ -60,7 +60,7 @@ class MergedConfig:
     Attributes:
         parts: drafters, each a name or ``{"name": ..., **options}``, the cheapest first: a row that two parts propose
             counts for the first one. None takes suffix automaton and token recycling, and under ``auto`` also the
-            EAGLE head or the Medusa heads in this package, if they fit the model.
+            Medusa heads in this package if they fit the model.
         rows: most rows below the root, of all parts together; None leaves it to the engine.
         memory: weight of the past in a part's gain and in a row's probability, from one step to the next.
     """
