@@ -181,7 +181,7 @@ class NativeGrowth:
             deepest: most tokens of a path.
             position: position of the token that is guessed behind the root.
             sure: factor on chances.
-            accepted, guesses: nodes with an accepted child, of so many.
+            accepted, guesses: the number of nodes with an accepted child, and the number of all nodes that were judged.
         """
         told, cache, deepest = self._told, self._cache, min(deepest, most)
         length = cache.length

@@ -107,7 +107,7 @@ class OwnCache:
             self._append(0, -1)
 
     def root_ran(self, rows: int) -> None:
-        """As :meth:`read_text`, of a text of so many rows that ran without a block."""
+        """Commit ``rows`` rows of text that the library has run, all but the root's, which begins the draft."""
         self.cache.commit(range(rows - 1))
         self._append(0, -1)
 

@@ -284,7 +284,8 @@ def _unswept() -> Iterator[None]:
     """A context in which the garbage collector ignores all existing objects.
 
     These are some 400,000 objects of models and libraries. A collection of them takes 0.1 to 0.25 s, which would be
-    counted to the system that is answering. What the program has frozen itself stays so, which no call can tell apart.
+    counted to the system that is answering. Objects that the program
+    has frozen itself stay frozen: then nothing is frozen here, as unfreezing would release them, too.
     """
     gc.collect()
     own = gc.get_freeze_count() == 0

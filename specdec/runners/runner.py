@@ -121,7 +121,7 @@ class LayerRunner(ABC):
     def choose_cuts(self, rows: Callable[[int], Rows], most: int) -> None:
         """Choose among them by the time of whole steps, for steps of up to ``most`` rows; does nothing where it cannot.
 
-        ``rows``: makes the rows of a step, so many.
+        ``rows``: makes a step's rows from their number.
         """
         del rows, most  # there is one way
 

@@ -140,7 +140,7 @@ def buckets_of(shared: int) -> tuple[int, ...]:
 
 
 def bucket_of(rows: int, shared: int = 227 << 10) -> int:
-    """The bucket of so many rows on such a device."""
+    """The smallest bucket of ``rows`` rows, by the ``shared`` bytes of a program; else the largest."""
     return next((size for size in buckets_of(shared) if rows <= size), buckets_of(shared)[-1])
 
 
