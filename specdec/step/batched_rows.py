@@ -59,6 +59,8 @@ class Batch(Rows):
         own = [*arrays]
         for number, block, _, _ in fresh:
             each = block.more if whole else block.arrays
+            if whole and "tokens" not in own and type(block.ids) is not Later:  # beside others that a device drafted
+                each = {"tokens": block.arrays["tokens"], **each}
             if not stacked:
                 each = {"step": device_copies.packed(block.shapes), **each}
             for name, array in each.items() if each else ():

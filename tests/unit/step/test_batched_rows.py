@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 TREE = (-1, 0, 0, 1, 1)
 
 
-def blocks_of(trees: Sequence[Sequence[int]], *, again: bool = True) -> list[Block]:
-    """A block of each tree, after texts of different lengths."""
+def blocks_of(trees: Sequence[Sequence[int]], *, again: bool = True, late: Sequence[int] = ()) -> list[Block]:
+    """A block of each tree, after texts of different lengths; tokens of those in ``late`` are the device's."""
     blocks = []
     for number, parents in enumerate(trees):
         cache = KVCache([LayerSpec(1, 4, 4, None, CPU, torch.float32)] * 2, capacity=60, rows=16)
@@ -28,6 +28,8 @@ def blocks_of(trees: Sequence[Sequence[int]], *, again: bool = True) -> list[Blo
         more = {"own": np.arange(number + 1)} if number % 2 else None
         blocks.append(Block.of(draft, cache, CPU, more=more))
         blocks[-1].again = again
+        if number in late:
+            blocks[-1].ids = device_copies.Later(torch.tensor(draft.tokens))
     return blocks
 
 
@@ -36,19 +38,21 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_copies, "is_apart", lambda device: True)
 
 
+@pytest.mark.parametrize("late", [(), (0,), (0, 1)])
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize(
     "trees", [[(-1,)] * 3, [(-1,), (-1, 0, 1)] * 2, [range(-1, 4)] * 5, [(-1,), TREE, (-1, 0)], [TREE] * 2]
 )
-def test_a_block_of_a_batch_has_what_it_has_alone(trees: Sequence[Sequence[int]], again: bool) -> None:
-    alone, together = blocks_of(trees, again=again), blocks_of(trees, again=again)
+def test_a_block_of_a_batch_has_what_it_has_alone(
+    trees: Sequence[Sequence[int]], again: bool, late: Sequence[int]
+) -> None:
+    alone, together = (blocks_of(trees, again=again, late=late) for _ in range(2))
     batch = Batch(together)
     batch.send()
     first = 0
     for one, other in zip(alone, together, strict=True):
-        for name in one.sent:
-            if name != "step":
-                assert torch.equal(other.sent[name], one.sent[name]), name
+        for name in one.arrays:
+            assert torch.equal(other.sent[name], one.sent[name]), name
         rows = slice(first, first + one.rows)
         assert torch.equal(batch.tokens[0, rows], one.tokens[0])
         assert torch.equal(batch.positions[0, rows], one.positions[0])
