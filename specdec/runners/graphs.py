@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -53,12 +54,16 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._stream: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()  # those of the pool; with its last one, torch ends the pool
 
     def record(self, work: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
         with self._one, torch.cuda.device(self._device), _uncollected():
-            if self._pool is None:
+            if not self._graphs:
+                self._pool = torch.cuda.graph_pool_handle()
+            if self._stream is None:
                 stream: Any = torch.cuda.Stream
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), stream()
+                self._stream = stream()
             here = torch.cuda.current_stream()
             self._stream.wait_stream(here)
             # Torch's own context would leave its stream in the place of this one where a capture fails to end.
@@ -78,6 +83,7 @@ class CudaRecorder:
                     generator = torch.cuda.default_generators[torch.cuda.current_device()]
                     generator.graphsafe_set_state(generator.clone_state())
                     raise
+            self._graphs.add(graph)
         return outcome, graph.replay
 
 

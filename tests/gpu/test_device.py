@@ -273,6 +273,21 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was() -> None:
     assert torch.equal(torch.rand(4, device=DEVICE), first)
 
 
+def test_a_graph_is_recorded_after_all_others_are_gone() -> None:
+    """While what one of them gave is still held."""
+    recorder, ones = CudaRecorder(DEVICE), torch.ones(3, device=DEVICE)
+
+    def work() -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        return ones + 1, {}
+
+    (held, _), replay = recorder.record(work)
+    replay()
+    del replay
+    (given, _), replay = recorder.record(work)
+    replay()
+    assert held.tolist() == given.tolist() == [2, 2, 2]
+
+
 # -- Memory ------------------------------------------------------------------------------------------------------------
 
 

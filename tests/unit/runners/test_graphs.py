@@ -394,6 +394,14 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
 # -- The recorder of a CUDA device, against what torch does there ------------------------------------------------------
 
 
+class CapturedGraph:
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def replay(self) -> None:
+        self._driver.done.append("replayed")
+
+
 class Driver:
     """What torch.cuda does to streams when a graph is captured.
 
@@ -401,25 +409,30 @@ class Driver:
         done: what was waited for and run, and on which stream.
         ends: whether a capture ends as it should; else torch leaves its stream current.
         states: of the generator of random numbers.
+        pools: memory pools so far.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
-        self.ends, self.current, self.states = True, self.stream("main"), ["begun"]
+        self.ends, self.current, self.states, self.pools = True, self.stream("main"), ["begun"], 0
         generator = SimpleNamespace(clone_state=lambda: "anew", graphsafe_set_state=self.states.append)
         parts = {
             "device": lambda device: nullcontext(),
-            "graph_pool_handle": lambda: "pool",
+            "graph_pool_handle": self.new_pool,
             "Stream": lambda: self.stream("side"),
             "current_stream": lambda: self.current,
             "current_device": lambda: 1,
             "default_generators": [None, generator],
             "stream": self.on,
             "graph": self.captured,
-            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.done.append("replayed")),
+            "CUDAGraph": lambda: CapturedGraph(self),
         }
         for name, part in parts.items():
             patch.setattr(torch.cuda, name, part)
+
+    def new_pool(self) -> str:
+        self.pools += 1
+        return f"pool {self.pools}"
 
     def stream(self, name: str) -> Any:
         return SimpleNamespace(name=name, wait_stream=lambda other: self.done.append(f"{name} waits for {other.name}"))
@@ -434,7 +447,7 @@ class Driver:
 
     @contextmanager
     def captured(self, graph: Any, pool: str, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        assert (pool, capture_error_mode) == ("pool", "thread_local")
+        assert (pool, capture_error_mode) == (f"pool {self.pools}", "thread_local")
         former, self.current = self.current, SimpleNamespace(name="capture")
         yield
         if not self.ends:
@@ -462,6 +475,19 @@ def test_a_graph_is_captured_where_work_is_warm(monkeypatch: pytest.MonkeyPatch)
     assert driver.done[-1] == "replayed"
     assert gc.isenabled()
     assert driver.states == ["begun"]
+
+
+def test_a_pool_ends_with_its_last_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch fails to record into a pool whose graphs are gone while a tensor of it is held."""
+    driver = Driver(monkeypatch)
+    recorder: Any = CudaRecorder(torch.device("cuda:1"))
+    held = [recorder.record(driver.work)[1] for _ in range(3)]
+    del held[:2]
+    held.append(recorder.record(driver.work)[1])
+    assert driver.pools == 1
+    held.clear()
+    recorder.record(driver.work)
+    assert driver.pools == 2
 
 
 def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
