@@ -5,9 +5,9 @@ In half precision a row's results do not depend on the other rows (:mod:`specdec
 does not depend on the drafts. In full precision, and with attention chosen by name, products are cuBLAS's, whose order
 of summation depends on the number of rows.
 
-Steps are recorded as CUDA graphs (:mod:`specdec.runners.graphs`); chunks of a prompt and rows of several sequences are
-launched kernel by kernel. A layer returns the residual stream and the term to be added to it, so that the sum is
-computed together with the next norm.
+Steps, of one sequence or several, are recorded as CUDA graphs (:mod:`specdec.runners.graphs`); chunks of prompts are
+launched kernel by kernel, those of several sequences together. A layer returns the residual stream and the term to be
+added to it, so that the sum is computed together with the next norm.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from specdec.runners.linear import DenseLinear
 from specdec.runners.memory_pages import FilePages
 from specdec.runners.runner import FINAL, Finished
 from specdec.sampling.scores import Scores
+from specdec.step.batched_rows import Batch, Group
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
 from specdec.step.first_time import FirstTimes
@@ -54,6 +55,21 @@ def _why_varying(weight: torch.Tensor) -> str | None:
     if not weight.is_contiguous() or weight.storage_offset() * weight.element_size() % _ALIGN:
         return f"a weight of shape {list(weight.shape)} is a part of a larger one"
     return None
+
+
+class Together:
+    """A batch whose attention takes one launch for all sequences of a group, in the place of one for each.
+
+    Attributes:
+        groups: each with the places in ``cos_sin`` of its rows.
+        order: see :meth:`specdec.step.batched_rows.Batch.groups`.
+    """
+
+    def __init__(self, batch: Batch, turns: torch.Tensor) -> None:
+        groups, self.order = batch.groups()
+        self.backend, self.end = batch.backend, batch.end
+        self.groups = [(group, turns.index_select(0, group.rows)) for group in groups]
+        self.parts = [(group, 0, len(group.rows)) for group in groups]
 
 
 class CudaLayer:
@@ -79,7 +95,7 @@ class CudaLayer:
         self._kernels, self._cuts = kernels, cuts
         self.varies = next(filter(None, (_why_varying(product.weight) for product in self._products)), None)
 
-    def own(self, block: Rows | StepInputs) -> bool:
+    def own(self, block: Rows | StepInputs | Together) -> bool:
         """Whether a block's rows take no product and no attention but the kernels'."""
         return self.varies is None and block.backend == "auto"
 
@@ -87,7 +103,7 @@ class CudaLayer:
         self,
         residual: torch.Tensor,
         delta: torch.Tensor | None,
-        block: Rows | StepInputs,
+        block: Rows | StepInputs | Together,
         cos_sin: CosSin,
         segments: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,12 +115,18 @@ class CudaLayer:
         kernels, (cos, sin, at), own = self._kernels, cos_sin, self.own(block)
         residual, normed = kernels.add_norm(residual, delta, *self._norms[0])
         heads = self._product(normed, qkv, own)
-        # Each sequence's rows are stored in its own cache, so that a batch takes some launches more for each of them.
-        parts = [
-            self._attend(heads[..., first:last, :], part, (cos, sin, at[first:last]), own, segments)
-            for part, first, last in block.parts
-        ]
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if isinstance(block, Together):
+            parts = [
+                self._attend(heads.index_select(-2, group.rows), group, (cos, sin, turns), own, segments)
+                for group, turns in block.groups
+            ]
+            mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, block.order)
+        else:  # each sequence's rows are stored in its own cache by a launch of their own
+            parts = [
+                self._attend(heads[..., first:last, :], part, (cos, sin, at[first:last]), own, segments)
+                for part, first, last in block.parts
+            ]
+            mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         residual, normed = kernels.add_norm(residual, self._product(mixed, out, own), *self._norms[1])
         if own:
             cuts = self._cuts.of(weight_of(gate_up.weight, gated=True))
@@ -126,17 +148,18 @@ class CudaLayer:
             yield weight_of(linear.weight, gated=number == _GATE_UP), linear
 
     def _attend(
-        self, heads: torch.Tensor, block: Block | StepInputs, cos_sin: CosSin, own: bool, segments: int
+        self, heads: torch.Tensor, block: Block | Group | StepInputs, cos_sin: CosSin, own: bool, segments: int
     ) -> torch.Tensor:
-        """One sequence's rows [T, heads x d] to what they attend to, [T, query heads x d]."""
+        """Rows [T, heads x d], of one sequence or a group, to what they attend to, [T, query heads x d]."""
         number, where = self._number, block.where()
         query = self._kernels.turn_and_store(heads.contiguous(), *cos_sin, self._head_norms, where, number, self._shape)
         if own or isinstance(block, StepInputs):
-            window = block.windows[number] if isinstance(block, StepInputs) else block.cache.group_of[number].window
+            window = block.cache.group_of[number].window if isinstance(block, Block) else block.windows[number]
             mixed: torch.Tensor = self._kernels.step_attention(
                 query, where, number, self._shape[1], window, self._scale, segments
             )
             return mixed
+        assert isinstance(block, Block)
         return attend(query, block, number, self._scale).transpose(1, 2).reshape(block.rows, -1)
 
 
@@ -273,7 +296,7 @@ class CudaRunner(LayerByLayer):
     def _launch(
         self,
         hidden: torch.Tensor,
-        block: Rows | StepInputs,
+        block: Rows | StepInputs | Together,
         first: int,
         last: int,
         taps: Collection[int],
@@ -281,6 +304,8 @@ class CudaRunner(LayerByLayer):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         found: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
+        if isinstance(block, Batch) and all(layer.own(block) for layer in self._known):
+            block = Together(block, cos_sin[2])
         if isinstance(block, StepInputs):  # whose graph is for texts of every length
             segments = self._kernels.segments_of(self._longest)
             self._find_paths(block)
@@ -310,16 +335,18 @@ class CudaRunner(LayerByLayer):
         total: torch.Tensor = self._kernels.add_norm(hidden, delta, *self._known[number].norm)[0]
         return total
 
-    def _find_paths(self, block: Rows | StepInputs) -> None:
+    def _find_paths(self, block: Rows | StepInputs | Together) -> None:
         """Have what attention reads of each row's way through the tree; of a chain it is known."""
         for part, _, _ in block.parts:
             where = part.where()
             if "closure" in where:
                 where["paths"] = self._kernels.paths(where)
-            elif isinstance(part, Block) and "paths" not in where:
-                where["places"] = part.positions[0]
-                depths = torch.arange(part.rows, dtype=torch.int32, device=where["places"].device)
-                where["paths"] = depths.repeat(part.rows, 1)
+            elif "paths" not in where:
+                if isinstance(part, Block):
+                    where["places"] = part.positions[0]
+                rows, device = where["places"].numel(), where["places"].device
+                depths = torch.arange(where["places"].shape[-1], dtype=torch.int32, device=device)
+                where["paths"] = depths.repeat(rows, 1)
 
 
 def _why_ends_special(norm: nn.Module, head: nn.Module, gain: torch.Tensor) -> str | None:

@@ -25,6 +25,25 @@ __all__ = ["Batch", "rows_of"]
 _MOST_ROWS = 256  # in a graph; launched, each sequence of a batch takes launches of its own
 
 
+class Group(NamedTuple):
+    """Sequences of a batch with about as many rows each, whose keys are stored and read by one launch for all of them.
+
+    Attributes:
+        arrays: of ``step``, with one more dimension: G sequences, each with K rows, the most that one of them has.
+            Chains have neither ``draws`` nor ``closure``.
+        rows: int64 [G x K], which of the batch's rows is at each place; any at a place that is padding.
+        windows: window of each layer's attention.
+    """
+
+    arrays: dict[str, torch.Tensor]
+    rows: torch.Tensor
+    windows: Sequence[int | None]
+
+    def where(self) -> dict[str, torch.Tensor]:
+        """As a block's."""
+        return self.arrays
+
+
 class Batch(Rows):
     """Blocks of several sequences, each with its own cache, as the rows of one forward.
 
@@ -121,6 +140,38 @@ class Batch(Rows):
         for block, first, last in self.parts:
             block.store(keys[:, :, first:last], values[:, :, first:last], layer)
 
+    def groups(self) -> tuple[list[Group], torch.Tensor]:
+        """The sequences by their number of rows, for kernels that are about to run, by one copy to the device; and
+        int64 [T], the place of each row in all groups' rows, one after the other.
+
+        Raises:
+            TargetError: see :meth:`specdec.step.block.Block.check_place`.
+        """
+        kinds: dict[tuple[bool, int], list[tuple[Block, int]]] = {}
+        for block, first, _ in self._parts:
+            block.check_place()
+            kinds.setdefault((block.parents is None, bucket(block.rows)), []).append((block, first))
+        arrays, order = dict[str, npt.NDArray[Any]](), np.empty(self.rows, dtype=np.int64)
+        made, size = list[dict[str, npt.NDArray[Any]]](), 0
+        for (is_chain, most), each in kinds.items():
+            blocks = [block for block, _ in each]
+            made.append(_of_chains(blocks) if is_chain else _of_trees(blocks))
+            most = max(block.rows for block in blocks) if is_chain else most
+            rows = np.zeros((len(each), most), dtype=np.int64)
+            for own, (block, first) in zip(rows, each, strict=True):
+                own[: block.rows] = np.arange(first, first + block.rows)
+                order[first : first + block.rows] = size + np.arange(block.rows)
+                size += most
+            made[-1]["rows"] = rows.reshape(-1)
+            arrays |= {f"{len(made)} {name}": array for name, array in made[-1].items()}
+        found = device_copies.copy_in({"order": order, **arrays}, self._parts[0][0].device or torch.device("cpu"))
+        windows = [slots.window for slots in self._parts[0][0].cache.group_of]
+        groups = []
+        for number, names in enumerate(made, 1):
+            known = {name: found[f"{number} {name}"] for name in names}
+            groups.append(Group(known, known.pop("rows"), windows))
+        return groups, found["order"]
+
 
 def _positions(blocks: Sequence[Block]) -> npt.NDArray[np.int64]:
     """[1, T] the positions of all rows."""
@@ -175,6 +226,22 @@ def _chains(blocks: Sequence[Block], padding: _Padding) -> dict[str, npt.NDArray
     draws = np.zeros((sequences, 2), dtype=np.int64)
     draws[own] = [block.draws for block in blocks]
     return {"counts": counts, "table": table, "draws": draws, "places": places, "closure": padding.closure}
+
+
+def _of_chains(blocks: Sequence[Block]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of chains, padded to the rows of the longest, without what a row sees: all those before it."""
+    known = np.array([block.length + block.first for block in blocks], dtype=np.int64)
+    rows = np.array([block.rows for block in blocks], dtype=np.int64)
+    return {
+        "counts": np.stack((known, np.zeros_like(rows), rows), 1),
+        "table": np.stack([block.cache.table for block in blocks]),
+        "places": known[:, None] + np.arange(rows.max()),
+    }
+
+
+def _of_trees(blocks: Sequence[Block]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of trees whose rows are of one bucket."""
+    return {name: _stacked([block.shapes[name] for block in blocks])[: len(blocks)] for name in blocks[0].shapes}
 
 
 def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

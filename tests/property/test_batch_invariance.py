@@ -19,6 +19,7 @@ from specdec.runners import cuts
 from specdec.runners.cuda import CudaRunner
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
+from specdec.step.tree import ancestors
 from tests.launching import Recorder, launch
 from tests.models import new_model, prompt_of
 
@@ -113,17 +114,37 @@ def test_cuts_that_were_chosen_change_no_bit(length: int, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_rows_of_several_sequences_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        [TREE, Draft.chain((3,)), Draft((8, 4, 5), (-1, 0, 1))],
+        [Draft.chain(TEXT[:rows]) for rows in (10, 9, 1, 16)],
+        [Draft.chain(TEXT[:7]), TREE, Draft.chain((3,))],
+    ],
+    ids=["trees", "chunks", "mixed"],
+)
+def test_rows_of_several_sequences_are_those_of_each(drafts: list[Draft], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded, and launched, where sequences of about as many rows share a launch; with the keys that they store."""
     target, _ = target_of("mistral", monkeypatch)
-    drafts = [TREE, Draft.chain((3,)), Draft((8, 4, 5), (-1, 0, 1))]
+    lengths = (9, 33, 3, 60)
     with target.active():
-        caches = [filled(target, TEXT[:length], 16) for length in (9, 33, 3)]
-        blocks = [Block.of(draft, cache, target.device) for draft, cache in zip(drafts, caches, strict=True)]
-        alone = torch.cat([target.forward(block).logits for block in blocks])
-        for again in (True, False):
-            batch = Batch(blocks)
-            batch.again = batch.again and again
-            assert torch.equal(target.forward(batch).logits, alone), again
+        found: dict[Any, list[torch.Tensor]] = {}
+        for kind in ("alone", "recorded", "launched"):
+            caches = [filled(target, TEXT[:length], 16) for length, _ in zip(lengths, drafts, strict=False)]
+            blocks = [Block.of(draft, cache, target.device) for draft, cache in zip(drafts, caches, strict=True)]
+            if kind == "alone":
+                logits = torch.cat([target.forward(block).logits for block in blocks])
+            else:
+                batch = Batch(blocks)
+                batch.again = batch.again and kind == "recorded"
+                logits = target.forward(batch).logits
+            for cache, draft in zip(caches, drafts, strict=True):
+                cache.commit([row for row in range(len(draft)) if ancestors(draft.parents)[-1, row]])
+            each = [target.forward(Block(cache, [5], device=target.device)).logits for cache in caches]
+            found[kind] = [logits, *each]
+    for kind in ("recorded", "launched"):
+        for one, other in zip(found[kind], found["alone"], strict=True):
+            assert torch.equal(one, other), kind
 
 
 @pytest.mark.slow
