@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from specdec import Draft, Engine, SamplingParams
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
 
-__all__ = ["DRAFTERS", "QUESTIONS", "bits", "drafter_for", "texts"]
+__all__ = ["DRAFTERS", "QUESTIONS", "again", "bits", "drafter_for", "texts"]
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = (1, 2, 8, 16, 17, 33, 64, 65, 128, 129, 300)
@@ -139,6 +140,51 @@ def bits(check: Any) -> Iterator[Part]:
                 for kind in ("chain", "binary", "star"):
                     yield f"{shape}, {named(dtype)}, {kind} of {rows} rows", partial(own.differing, rows, kind)
             yield f"{shape}, {named(dtype)}, three sequences", own.batch
+
+
+def again(check: Any) -> Iterator[Part]:
+    """The same step again and again: a race shows as one that differs. With programmatic dependent launch, too."""
+    if not check.on_gpu:
+        return
+    for dtype in HALF:
+        own = Rows(check, check.small, dtype, 64)
+        for early in (False, True):
+            for rows, kind in ((1, "chain"), (64, "chain"), (64, "binary")):
+                name = f"{named(dtype)}, {kind} of {rows} rows{', launched early' if early else ''}"
+                yield name, partial(repeated, own, rows, kind, early)
+
+
+def repeated(own: Rows, rows: int, kind: str, early: bool) -> Figures:
+    """Steps, recorded and launched, whose logits are not the first one's, of so many; without a wait in between."""
+    draft, target = Draft(own.text[own.length : own.length + rows], tree_parents(rows, kind)), own.target
+    name = "differing early" if early else "differing"
+    counts = {name: 0, "steps": 0}
+    with launched(target, early=early), target.active():
+        cache = own.filled(own.length)
+        first = own.logits(draft, cache, again=True)
+        end = time.perf_counter() + 1.0
+        while time.perf_counter() < end:
+            steps = [own.logits(draft, cache, again=number % 8 != 0) for number in range(8)]
+            counts[name] += sum(not torch.equal(one, first) for one in steps)
+            counts["steps"] += len(steps)
+    return counts
+
+
+@contextmanager
+def launched(target: Any, *, early: bool) -> Iterator[None]:
+    """While inside, kernels begin before the one ahead has ended, or not, whatever they do otherwise."""
+    from specdec.runners.kernels import launch
+
+    former, graphs = launch.EARLY, target.runner._graphs
+    launch.EARLY = early
+    launch.early.cache_clear()
+    graphs.kind += 1 + early  # graphs of its own
+    try:
+        yield
+    finally:
+        graphs.kind -= 1 + early
+        launch.EARLY = former
+        launch.early.cache_clear()
 
 
 def texts(check: Any) -> Iterator[Part]:
