@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from contextlib import suppress
 
+from drafters.heads.eagle import Eagle
 from drafters.heads.mtp import own_layers
 from drafters.union.merge import Merged, MergedConfig
 from specdec.drafter import Drafter
@@ -24,8 +25,9 @@ class AutoConfig(MergedConfig):
 
 
 class Auto(Merged):
-    """The parts, built; where none are named, the model's own multi-token-prediction layers are one if its checkpoint
-    has them, and the Medusa heads in this package if they fit the model.
+    """The parts, built. Where none are named, the model's own multi-token-prediction layers are one if its checkpoint
+    has them. So is the EAGLE head in this package, if there is one for the model and native CPU layers run it, or else
+    the package's Medusa heads for it.
     """
 
     name = "auto"
@@ -43,5 +45,9 @@ class Auto(Merged):
             except CheckpointError as error:
                 warnings.warn(f"auto drafts without the model's own layers: {error}", SpecdecWarning, stacklevel=2)
         with suppress(CheckpointError):  # the heads in the package may be for another model
+            head = make_drafter("eagle", target)
+            if isinstance(head, Eagle) and head.is_native:  # else each of its passes is many launches
+                return [*parts, head]
+        with suppress(CheckpointError):
             parts.append(make_drafter("medusa", target))
         return parts

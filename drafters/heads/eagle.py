@@ -70,6 +70,11 @@ class Eagle(HeadDrafter):
         self.depth = config.tokens or head.config.depth or _DEPTH
         self.mask_token = head.config.mask_token
 
+    @property
+    def is_native(self) -> bool:
+        """Whether one native call runs a pass."""
+        return self.step.native is not None
+
     def start(self, context: Context) -> EagleSession:
         return EagleSession(self, context)
 

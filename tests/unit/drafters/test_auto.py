@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate, pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from drafters.auto import Auto, AutoConfig
+from drafters.heads import session
+from drafters.heads.eagle import Eagle
 from drafters.union.bandit import Bandit, kind_of
 from drafters.union.parts import MergedPart, Tree
 from specdec import Draft, Engine, Hints, SamplingParams
@@ -19,7 +22,7 @@ from specdec.errors import ConfigError
 from specdec.step.tree import Entry
 from specdec.target import FINAL
 from tests.fakes import Oracle
-from tests.models import FAMILIES, greedy, prompt_of, target_of
+from tests.models import DRAFTER_OPTIONS, FAMILIES, greedy, prompt_of, target_of
 from tests.unit.costs.test_policy import curve_of
 from tests.unit.drafters.test_token_recycling import context_of
 from tests.unit.drafters.test_union import Fixed
@@ -294,3 +297,15 @@ def test_the_embedded_models_heads_are_found(tiny_engine: Engine) -> None:
     other = Engine(target_of("llama"), None, "auto", costs=curve_of(row=0.1))
     names = [part.name for part in other.drafter.parts]  # type: ignore[attr-defined]
     assert names == ["suffix_automaton", "token_recycling"]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_eagle_head_takes_the_place_of_medusa_s(
+    native: bool, tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the package has one that native layers run."""
+    folder = DRAFTER_OPTIONS["eagle"](tiny_engine.target, tmp_path)[0]["head"]
+    monkeypatch.setattr(session, "weights_folder", lambda *_, **__: Path(folder))
+    monkeypatch.setattr(Eagle, "is_native", native)
+    names = [part.name for part in tiny_engine.with_drafter("auto").drafter.parts]  # type: ignore[attr-defined]
+    assert names == ["suffix_automaton", "token_recycling", "eagle" if native else "medusa"]
