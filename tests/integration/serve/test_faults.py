@@ -19,11 +19,12 @@ import pytest
 
 from specdec import Engine
 from specdec.engine.scheduler import Scheduler
+from specdec.errors import CacheError
 from tests.fakes import Reciter
 from tests.serving import SECONDS, Running, serving
 
 CONTEXT = 64
-WAIT, RAISE = 100, 101  # tokens of prompts: the model waits for the gate, or raises
+WAIT, RAISE, FULL = 100, 101, 102  # tokens of prompts: the model waits for the gate, raises, or lacks memory
 SECRET = "a9f3secret"
 
 
@@ -36,6 +37,8 @@ class Gate:
         self.engine = Engine(self.target, tokenizer, "none")
 
     def rule(self, text: list[int]) -> int:
+        if FULL in text:
+            raise CacheError("no page is left: lower max_new_tokens")
         if RAISE in text:
             raise RuntimeError(f"the model broke {SECRET}")
         if WAIT in text:
@@ -225,6 +228,15 @@ def test_a_model_that_raises_ends_its_own_request(gate: Gate, caplog: pytest.Log
         assert "Traceback" in caplog.text
         for first in (WAIT, 9):
             assert answers[first].json()["choices"][0]["text"] == gate.text([first, 7], 20)
+
+
+def test_a_text_for_which_no_memory_is_left_is_503_with_the_remedy(steady: Running) -> None:
+    with steady.http() as http:
+        answer = http.post(COMPLETIONS, json={"prompt": [FULL, 7], "max_tokens": 3})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "out_of_memory"
+        assert "lower max_new_tokens" in answer.json()["error"]["message"]
+        assert http.post(COMPLETIONS, json={"prompt": [7]}).status_code == 200
 
 
 def test_a_failure_in_a_stream_is_an_event(gate: Gate) -> None:

@@ -13,6 +13,7 @@ from specdec.step import batched_rows, device_copies
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.visibility import bucket
 
 CPU = torch.device("cpu")
 TREE = (-1, 0, 0, 1, 1)
@@ -65,6 +66,32 @@ def test_a_block_of_a_batch_has_what_it_has_alone(
                 where[..., :2] = False
             assert torch.equal(same[where], array[where]), name
             assert not other.step[name].sum() - same.sum(), "the rest is padding"
+
+
+@pytest.mark.parametrize(
+    "trees", [[(-1,)] * 3, [(-1,), (-1, 0, 1), (-1,), (-1, 0, 1, 2)], [(-1,), TREE, (-1, 0), (-1, 0, 0, 0, 0, 0)]]
+)
+def test_groups_have_every_row_once_with_what_its_block_has(trees: Sequence[Sequence[int]]) -> None:
+    alone, together = blocks_of(trees, again=False), blocks_of(trees, again=False)
+    groups, order = Batch(together).groups()
+    rows = torch.cat([group.rows for group in groups])
+    assert torch.equal(rows[order], torch.arange(sum(map(len, trees))))
+    found, first = dict[int, tuple[dict[str, torch.Tensor], int]](), 0
+    for group in groups:
+        for number, each in enumerate(group.rows.view(len(group.arrays["counts"]), -1).tolist()):
+            found[each[0]] = {name: array[number] for name, array in group.where().items()}, len(each)
+    assert len({(one.parents is None, bucket(one.rows)) for one in alone}) == len(groups)
+    for one, other in zip(alone, together, strict=True):
+        arrays, places = found[first]
+        first += one.rows
+        assert places >= one.rows
+        assert arrays["counts"].tolist() == [one.length, 0, one.rows]
+        assert np.array_equal(arrays["table"], other.cache.table)
+        assert torch.equal(arrays["places"][: one.rows], one.positions[0])
+        assert ("closure" in arrays) == (one.parents is not None)
+        if one.parents is not None:
+            closure = one.step["closure"]
+            assert torch.equal(arrays["closure"][tuple(map(slice, closure.shape))], closure)
 
 
 def test_chains_are_stacked_as_trees_are() -> None:
