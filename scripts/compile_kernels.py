@@ -181,7 +181,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
     options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
     constants = {name: value for name, value in constants.items() if name not in options}
     if "PDL" in kernel.arg_names:
-        constants["PDL"] = launch.EARLY and arch >= 90
+        constants["PDL"] = launch.EARLY if arch >= 90 else 0
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: f"*{types[name]}" if name in types else scalars.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")

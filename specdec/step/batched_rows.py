@@ -22,7 +22,7 @@ from specdec.step.visibility import bucket
 
 __all__ = ["Batch", "rows_of"]
 
-_MOST_ROWS = 256  # in a graph; launched, each sequence of a batch takes launches of its own
+_MOST_ROWS = 256  # in a graph; more are launched kernel by kernel
 
 
 class Group(NamedTuple):

@@ -1,8 +1,7 @@
 """Programmatic dependent launch (CUDA, capability 9.0 and up): a kernel starts before the one before it has ended.
 
-Every kernel allows the next one to start at once, and waits for the end of the kernels before it prior to reading or
-writing memory that they use. Work that depends on no kernel, such as reading weights into the cache, is done before
-the wait.
+A kernel allows the next one to start, and waits for the end of the kernels before it prior to reading or writing memory
+that they use. Work that depends on no kernel, such as reading weights into the cache, is done before the wait.
 
 It is not used (:data:`EARLY`), as with it a step is not the same each time.
 """
@@ -20,11 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["EARLY", "after_former", "early", "on_device"]
 
-EARLY = False
-"""On an H100 (Triton 3.6), in float16, with programmatic dependent launch about a third of the steps of a chain of 64
-rows of SmolLM2's shape were not those of other runs: rows 0 to 7 by the last bit of some numbers, behind the MLP of any
-layer. Without it all were, as were all in bfloat16. The reason is not known. ``scripts/gpu_check.py --only again`` asks
-a card."""
+EARLY = 0
+"""When a kernel allows the next one to start: 0 not before its end, 1 at its begin, 2 when those before it have ended.
+
+With 1, on an H100 (Triton 3.6) in float16, about a third of the steps of a chain of 64 rows of SmolLM2's shape were not
+those of other runs: rows 0 to 7 by the last bit of some numbers, behind the MLP of any layer. With 0 all were, as were
+all in bfloat16. The reason is not known, and 2 has not run: ``scripts/gpu_check.py --only again`` asks a card."""
 
 
 @triton.jit
@@ -33,9 +33,12 @@ def after_former(PDL: tl.constexpr):
 
     Before this call a kernel may read only memory that no kernel of a step writes: weights and the step's inputs.
     """
-    if PDL:
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL != 0:
         gdc_wait()
+    if PDL == 2:
+        gdc_launch_dependents()
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -47,5 +50,5 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 def early(device: torch.device) -> dict[str, Any]:
     """Options of a launch, which may come before the kernel ahead has ended where EARLY is set and the device can."""
     if not EARLY or device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+        return {"PDL": 0}
+    return {"PDL": EARLY, "launch_pdl": True}
