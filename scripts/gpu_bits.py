@@ -155,7 +155,7 @@ def again(check: Any) -> Iterator[Part]:
 
 
 def repeated(own: Rows, rows: int, kind: str, early: int) -> Figures:
-    """Steps, recorded and launched, whose logits are not the first one's, of so many; without a wait in between."""
+    """Count the steps whose logits differ from the first step's. Seven of eight steps are recorded, one is launched."""
     draft, target = Draft(own.text[own.length : own.length + rows], tree_parents(rows, kind)), own.target
     name = "differing, dependent launch" if early else "differing"
     counts = {name: 0, "steps": 0}

@@ -93,7 +93,11 @@ def reading(what: str, folder: Path, remedy: str) -> Iterator[None]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of ``config.json``; call this within ``reading``."""
-    values: dict[str, Any] = read_json(dict[str, Any], (folder / CONFIG).read_bytes())
+    text = (folder / CONFIG).read_bytes()
+    try:
+        values: dict[str, Any] = read_json(dict[str, Any], text)
+    except ValueError as error:
+        raise ValueError(f"{CONFIG}: {error}") from None
     return values
 
 

@@ -60,9 +60,9 @@ def read_json(kind: Any, text: str | bytes) -> Any:
         return _reader(kind).validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "it"
+        place = ".".join(map(str, first["loc"]))
         given = f", and is {shown(first['input'])}" if first["type"] not in ("json_invalid", "missing") else ""
-        raise ValueError(f"{place}: {first['msg']}{given}") from None
+        raise ValueError(f"{place + ': ' if place else ''}{first['msg']}{given}") from None
 
 
 def check_fields(options: Any, where: str = "") -> None:
