@@ -87,8 +87,8 @@ def test_a_turn_with_a_value_that_cannot_be(key: str, folder: RunFolder, tiny_en
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"[]", "it: Input should be an object, and is []"),
-        (b"null", "it: Input should be an object, and is None"),
+        (b"[]", "Input should be an object, and is []"),
+        (b"null", "Input should be an object, and is None"),
         (b'{"question_id": 1}', "category: Field required"),
         (json.dumps({**RECORD, "younger": 1}).encode(), "younger: Unexpected keyword argument, and is 1"),
         (json.dumps({**RECORD, "turns": [{"text": "x"}]}).encode(), "turns.0.token_ids: Field required"),
