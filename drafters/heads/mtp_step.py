@@ -66,7 +66,7 @@ def mtp_module(found: MtpTensors, folder: Path, target: TransformersTarget) -> t
         CheckpointError: a tensor is missing, left over or of another shape, or the class of the target's layers cannot
             be made with another config.
     """
-    config, like = _config_of(target.config, found.layers), target.layers[-1]
+    config, like = _config_of(target.config, found), target.layers[-1]
     post_norm = "layers.0.post_norm.weight" in found.tensors
     try:
         with torch.device("meta"):
@@ -90,17 +90,22 @@ def mtp_module(found: MtpTensors, folder: Path, target: TransformersTarget) -> t
     return module, config
 
 
-def _config_of(config: Any, layers: int) -> Any:
+def _config_of(config: Any, found: MtpTensors) -> Any:
     """The target's config for these layers only, in transformers' own form."""
-    made = copy.deepcopy(config)
+    made, layers = copy.deepcopy(config), found.layers
     for kinds, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
         if (of_target := getattr(config, kinds, None)) is not None:
             told = getattr(config, own, None)
             usual = "full_attention" if "full_attention" in of_target else of_target[-1]
             setattr(made, kinds, list(told) if told else [usual] * layers)
     made.num_hidden_layers = layers
+    # Configs number the model's dense layers. Which of these layers have experts, only their tensors tell.
+    sparse = {int(name.split(".")[1]) for name in found.tensors if ".experts." in name}
     if hasattr(made, "first_k_dense_replace"):
-        made.first_k_dense_replace = 0  # these layers are of the later layers' kind
+        made.first_k_dense_replace = next((place for place in range(layers) if place in sparse), layers)
+    if hasattr(made, "mlp_only_layers"):
+        made.mlp_only_layers = [place for place in range(layers) if place not in sparse]
+        made.decoder_sparse_step = 1
     return made
 
 

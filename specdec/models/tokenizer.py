@@ -24,9 +24,13 @@ def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_
     if is_gguf(place):
         return GgufFile.read(Path(place)).tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(
+        found = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code, local_files_only=local_files_only
         )
+        if {*found.get_vocab()} <= {*found.added_tokens_encoder, *found.all_special_tokens}:
+            # Without files, transformers makes a tokenizer of some classes (Qwen2, Gemma, GPT-2) all the same.
+            raise ValueError(f"a {type(found).__name__} without a vocabulary, as its files are not there")
+        return found
     except Exception as error:  # files of others, read by several libraries: they raise anything
         raise CheckpointError(
             f"no tokenizer at {shown(str(model), 400)}: {told(error)}; save one beside the weights, or mend its "

@@ -35,7 +35,7 @@ from specdec.settings.files import held_folder
 from specdec.settings.parsing import parse
 from specdec.step.tree import Draft
 from tests.fakes import Spy
-from tests.models import FAMILIES, prompt_of, random_adapter
+from tests.models import FAMILIES, prompt_of, random_adapter, target_of
 from training import kangaroo, medusa
 from training.acceptance import Tally, Written
 from training.card import command_line, write_card
@@ -410,6 +410,12 @@ class TestBadInput:
 
     def test_no_tokenizer(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"no tokenizer at .*save one beside the weights"):
+            load_tokenizer(str(tmp_path))
+
+    @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2"])
+    def test_a_tokenizer_that_transformers_makes_without_files(self, family: str, tmp_path: Path) -> None:
+        target_of(family).plain_model().config.save_pretrained(tmp_path)
+        with pytest.raises(CheckpointError, match=r"no tokenizer at .*a \w+ without a vocabulary"):
             load_tokenizer(str(tmp_path))
 
     def test_unknown_dtype_of_the_file(self) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from drafters.heads.mtp import Mtp, MtpConfig, convert_mtp
 from drafters.heads.mtp_layout import find_mtp, mtp_names
+from drafters.heads.mtp_step import mtp_module
 from specdec.drafting.registry import describe_weights, make_drafter
 from specdec.errors import CheckpointError, ConfigError
+from specdec.models.transformers_target import TransformersTarget
 from tests import heads
-from tests.models import mtp_layers, settings_of, target_of
+from tests.models import mtp_layers, new_model, settings_of, target_of
 
 SIZE = 32
 NAMES = {
@@ -105,6 +108,18 @@ def test_another_models_layers_are_refused(tmp_path: Path) -> None:
         Mtp.describe_weights(written(tmp_path / "kind", format="specdec-head", kind="eagle"))
     with pytest.raises(CheckpointError, match="drafts 65 tokens"):
         Mtp.describe_weights(written(tmp_path / "deep", depth=65))
+
+
+@pytest.mark.parametrize("dense", [[], [0], [2], [0, 1, 2]], ids=str)
+def test_tensors_tell_which_layers_have_experts(dense: list[int], tmp_path: Path) -> None:
+    """The model's config numbers the model's own layers; these are like its last one."""
+    target = TransformersTarget(new_model("qwen3_moe", mlp_only_layers=dense, intermediate_size=80))
+    folder = heads.write(tmp_path, *mtp_layers(target, 2))
+    module, _ = mtp_module(find_mtp(folder), folder, target)
+    last: Any = target.layers[-1]
+    for layer in module.layers:
+        made: Any = layer
+        assert type(made.block.mlp) is type(last.mlp)
 
 
 def test_a_pickle_is_not_run(tmp_path: Path) -> None:
