@@ -7,24 +7,23 @@ bitsandbytes 0.50.2 quantised and dequantised, shows that this definition is the
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models.loading import load_weights
 from specdec.native import library as native
 from specdec.runners.linear import PackedLinear
 from tests import tiers
 from tests.bitsandbytes_files import bitsandbytes_checkpoint
 from tests.models import settings_of
+from tests.packed_checkpoints import assert_blocks_are, assert_weights_are, edit, load
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
@@ -37,18 +36,6 @@ KINDS = [
 ]
 
 
-def load(folder: Path, dtype: str = "auto", *, in_blocks: bool = True, **options: Any) -> Any:
-    settings = {"device": None, "device_map": None, "trust_remote_code": False, **options}
-    return load_weights(folder, dtype=dtype, in_blocks=in_blocks, **settings)
-
-
-def edit(folder: Path, change: Any) -> None:
-    """Write a checkpoint's tensors again, changed."""
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 @needs_compiler
 @pytest.mark.parametrize(("kind", "size", "nested"), KINDS)
 def test_weights_are_those_of_the_definition(kind: str, size: int, nested: bool, tmp_path: Path) -> None:
@@ -57,23 +44,9 @@ def test_weights_are_those_of_the_definition(kind: str, size: int, nested: bool,
     model, told = load(tmp_path, "float32")
     named = "int8, a scale for each output" if kind == "int8" else f"{kind.upper()} in groups of {size}"
     assert told.startswith(f"{named} (bitsandbytes) in blocks: 21 matrices, ")
-    for dtype, of in (("float32", model), ("bfloat16", load(tmp_path)[0])):
-        packed = {name: module for name, module in of.named_modules() if isinstance(module, PackedLinear)}
-        assert len(packed) == 7 * 3
-        for name, module in packed.items():
-            weight = expected[f"{name}.weight"]
-            units = torch.eye(module.in_features, dtype=getattr(torch, dtype))
-            assert torch.equal(module(units), weight.t().to(units.dtype)), name
-            parts = (module.rows.start, module.rows.start + 5, module.rows.stop)  # some rows are not the first ones
-            found = torch.cat([row for some in pairwise(parts) for row in module.store.dequantised(*some)])
-            assert torch.equal(found, weight), name
-    dense, how = load(tmp_path, "float32", in_blocks=False)
-    assert how == "dequantised: another way to run its layers was asked for"
-    for one in (model, dense):
-        assert {*one.state_dict()} == {*expected}
-        for name, weight in one.state_dict().items():
-            assert torch.equal(weight, expected[name]), name
-        assert not hasattr(one.config, "quantization_config")
+    assert_blocks_are(model, expected, 7 * 3, torch.float32)
+    assert_blocks_are(load(tmp_path)[0], expected, 7 * 3, torch.bfloat16)
+    assert_weights_are(tmp_path, expected)
 
 
 @needs_compiler

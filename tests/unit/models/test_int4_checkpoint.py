@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from transformers import AutoConfig
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models.loading import load_weights
 from specdec.models.quantised_checkpoint import quantised_model
 from specdec.native import library as native
-from specdec.runners.linear import PackedLinear
 from tests import tiers
 from tests.int4_files import int4_checkpoint
 from tests.models import settings_of
+from tests.packed_checkpoints import assert_blocks_are, assert_weights_are, edit, load
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
@@ -30,19 +28,6 @@ KINDS = [
     ("gptq", 64, False, {"checkpoint_format": "gptq_v2"}),
     *(("awq", size, False, {}) for size in (32, 64, 128)),
 ]
-
-
-def load(folder: Path, dtype: str = "auto", *, in_blocks: bool = True, **options: Any) -> Any:
-    settings = {"device": None, "device_map": None, "trust_remote_code": False, **options}
-    return load_weights(folder, dtype=dtype, in_blocks=in_blocks, **settings)
-
-
-def edit(folder: Path, change: Any) -> None:
-    """Write a checkpoint's tensors again, changed."""
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @needs_compiler
@@ -54,21 +39,8 @@ def test_weights_are_those_of_the_definition(
     expected = int4_checkpoint(tmp_path, method=method, group_size=group_size, sym=sym, settings=settings)
     model, told = load(tmp_path, "float32")
     assert told.startswith(f"int4 ({method.upper()}, {'one group' if group_size < 0 else f'groups of {group_size}'}")
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-    assert len(packed) == 7 * 3
-    for name, module in packed.items():
-        weight = expected[f"{name}.weight"]
-        assert torch.equal(module(torch.eye(module.in_features)), weight.t()), name
-        parts = (module.rows.start, module.rows.start + 5, module.rows.stop)  # some rows are not the first ones
-        found = torch.cat([row for some in pairwise(parts) for row in module.store.dequantised(*some)])
-        assert torch.equal(found, weight), name
-    dense, how = load(tmp_path, "float32", in_blocks=False)
-    assert how == "dequantised: another way to run its layers was asked for"
-    for one in (model, dense):
-        assert {*one.state_dict()} == {*expected}
-        for name, weight in one.state_dict().items():
-            assert torch.equal(weight, expected[name]), name
-        assert not hasattr(one.config, "quantization_config")
+    assert_blocks_are(model, expected, 7 * 3, torch.float32)
+    assert_weights_are(tmp_path, expected)
 
 
 @needs_compiler
