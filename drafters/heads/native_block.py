@@ -43,6 +43,7 @@ class NativeBlock(NativeParts):
 
     Attributes:
         embeds: whether the library has the embedding; otherwise blocks come with their embeddings.
+        outputs: number of logits; None where the library does not compute them.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class NativeBlock(NativeParts):
     ) -> None:
         super().__init__(rotary, keyed.dtype)
         self._config = config = head.config
-        self._embedding, self._outputs = embedding, None if last is None else last.outputs
-        self.embeds = embedding is not None
+        self._embedding, self.embeds = embedding, embedding is not None
+        self.outputs = None if last is None else last.outputs
         eps, groups, size = config.norm_eps, (config.heads, config.key_heads), config.head_dim
         layers = list[NativeLayer]()
         modules: list[Any] = [*head.layers]
@@ -147,7 +148,7 @@ class NativeBlock(NativeParts):
             numbers = (c_int64 * len(tokens))(*tokens)
             told.tokens, told.embedding = addressof(numbers), addressof(self._embedding.described)
         out = torch.empty(rows.rows, self._config.width, dtype=self.dtype)
-        logits = None if self._outputs is None else torch.empty(len(wanted), self._outputs, dtype=self.dtype)
+        logits = None if self.outputs is None else torch.empty(len(wanted), self.outputs, dtype=self.dtype)
         normed = None if logits is None else torch.empty_like(out)
         count = len(wanted)
         library().specdec_run_layers(

@@ -26,6 +26,7 @@ __all__ = [
     "CRows",
     "CShape",
     "CSlots",
+    "CTransitions",
     "Kind",
 ]
 
@@ -175,6 +176,15 @@ class CContext(Structure):
     _fields_ = (("fuse", c_void_p), ("keyed", c_void_p), ("norm", c_void_p), ("epsilon", c_float))
 
 
+class CTransitions(Structure):
+    _fields_ = (
+        ("size", c_int64),
+        ("half", c_int64),
+        *((name, c_void_p) for name in ("drafted", "apart", "chances", "likely", "before", "after", "chance")),
+        *((name, c_int64) for name in ("width", "rank", "vocabulary")),
+    )
+
+
 class CGrowing(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("slots", "text", "features", "prices", "keys")),
@@ -219,6 +229,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     ],
     "specdec_grow": [POINTER(CChain), c_void_p, c_int64, POINTER(CCosSin), c_int],
     "specdec_absorb": [POINTER(CShape), c_void_p, POINTER(CContext), POINTER(CRows), c_void_p, c_int],
+    "specdec_grow_block": [POINTER(CTransitions), c_void_p, c_void_p, c_void_p, c_int],
     "specdec_count_highs": [c_void_p, c_int64, c_void_p],
     "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
     "specdec_format": [c_int],
