@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from specdec import Engine
 from specdec.drafting.registry import make_drafter
 from specdec.native import library as native
 from tests import heads
+from tests.models import prompt_of
 from tests.unit.drafters import test_native_growth as growth
 from tests.unit.drafters.test_native_block import KINDS, made
 from tests.unit.drafters.test_native_chain import _wide_heads, target_of
@@ -86,6 +88,16 @@ def test_threads_change_nothing(threads: int, tmp_path: Path, monkeypatch: pytes
             both.observe(grown)
     finally:
         torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "window"])
+def test_texts_of_a_batch_are_those_without_drafts(kind: str, tmp_path: Path) -> None:
+    target = target_of(torch.bfloat16)
+    engine = Engine(target, None, drafter_of(kind, torch.bfloat16, tmp_path, **ALWAYS), max_rows=24)
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["match"]):
+        prompts = [prompt_of(size) for size in (3, 9, 14)]
+        texts = [text.token_ids for text in engine.generate_batch(prompts, 20, sampling)]
+        assert texts == [Engine(target).generate(prompt, 20, sampling).token_ids for prompt in prompts]
 
 
 def test_a_token_that_the_bias_does_not_know_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
