@@ -67,7 +67,7 @@ class Fault:
     report: str
 
 
-CHAIN = ("tests/unit/drafters/test_native_chain.py", "tests/unit/drafters/test_native_growth.py")
+CHAIN = tuple(f"tests/unit/drafters/test_native_{part}.py" for part in ("chain", "growth", "block", "block_growth"))
 BLOCKS = ("tests/unit/native/test_blocks.py", "tests/unit/models/test_broken_gguf.py")
 NATIVE, BATCH = (
     "tests/unit/native/test_native.py",

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from drafters.heads.config import BlockConfig
 from drafters.heads.layers import LayerStep, Linear, embedding_of, normed, product, rotary_of, specs_of
+from drafters.heads.native_block import NativeBlock
 from drafters.heads.weights import Block as BlockWeights
 from specdec.runners.attention import attend_all
 from specdec.runners.linear import linear_kernel
@@ -56,6 +57,12 @@ class BlockStep:
         target_head: the target's head, over the draft vocabulary if there is one; unused if the head has its own.
         target: the target, whose embedding is used unless the head has its own.
         drafted: number of tokens to draft from a block; the block's other rows are run too, as in training.
+
+    Attributes:
+        config: the head's config.
+        native: the head in the native library; None where torch runs it.
+        specs: what each layer caches.
+        weights: number of weights that a pass reads.
     """
 
     def __init__(self, head: BlockWeights, target_head: Linear, target: Target, drafted: int) -> None:
@@ -65,7 +72,9 @@ class BlockStep:
         self._embed, self._fc = embedding_of(head, target), product(head.fc)
         self._head = linear_kernel(head.lm_head.weight.detach()) if config.own_head else target_head
         layers: list[Any] = [*head.layers]
-        self._layers = [LayerStep(layer, config) for layer in layers]
+        self._rotary = rotary_of(config, self.device)
+        self.native = NativeBlock.of(head, self._fc, self._head, self._rotary, target)
+        self._layers = [] if self.native is not None else [LayerStep(layer, config) for layer in layers]
         self._norms = [
             (layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()) for layer in layers
         ]
@@ -77,10 +86,9 @@ class BlockStep:
             for layer in layers
         ]
         self._hidden_norm, self._norm = head.hidden_norm.weight.detach(), head.norm.weight.detach()
-        self._rotary = rotary_of(config, self.device)
         self.specs = specs_of(config, self.device, self.dtype, windows=False)
-        self._first = 0 if config.from_anchor else 1
-        self._wanted = slice(self._first, self._first + drafted)
+        first = 0 if config.from_anchor else 1
+        self._wanted = range(first, first + drafted)
         size = (config.draft_vocab or config.vocab_size) * config.width
         self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
 
@@ -91,6 +99,9 @@ class BlockStep:
     @torch.no_grad()
     def absorb(self, block: Block, features: torch.Tensor) -> None:
         """Store keys and values of the next rows of text."""
+        if self.native is not None:
+            self.native.absorb(block, features)
+            return
         context = self._context(features)
         cos, _, signed_sin = self._rotary.look_up(block, context)
         for place, layer in enumerate(self._layers):
@@ -99,12 +110,31 @@ class BlockStep:
     @torch.no_grad()
     def run(self, brought: Sequence[Blank]) -> list[Sequel]:
         """Run the blocks of several sequences; keys and values of all rows are stored."""
+        size, native = self.config.block_size, self.native
+        masks = [self.config.mask_token] * (size - 1)
+        tokens = [token for one in brought for token in (one.root, *masks)]
+        wanted = [first + row for first in range(0, len(tokens), size) for row in self._wanted]
+        if native is not None:
+            caches, features = [one.block.cache for one in brought], [one.features for one in brought]
+            last, logits = native.run(
+                caches, features, tokens, None if native.embeds else self._embedded(tokens), wanted
+            )
+        else:
+            last, logits = self._run(brought, self._embedded(tokens))[wanted], None
+        if logits is None:
+            last = normed(last, self._norm, self.config.norm_eps)
+            logits = self._head(last)
+        each = len(self._wanted)
+        return [Sequel(*pair) for pair in zip(torch.split(last, each), torch.split(logits, each), strict=True)]
+
+    def _embedded(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self._embed(tokens).to(self.device, self.dtype)
+
+    def _run(self, brought: Sequence[Blank], hidden: torch.Tensor) -> torch.Tensor:
+        """[N, W] states of the blocks' rows, whose embeddings are ``hidden``, before the last norm."""
         config, rows = self.config, rows_of([one.block for one in brought])
         sizes = [len(one.features) for one in brought]
         context = torch.split(self._context(torch.cat([one.features for one in brought])), sizes)
-        masks = [config.mask_token] * (config.block_size - 1)
-        tokens = [token for one in brought for token in (one.root, *masks)]
-        hidden = self._embed(tokens).to(self.device, self.dtype)
         cos, _, signed_sin = self._rotary.look_up(rows, hidden)
         masked = [row for _, _, last in rows.parts for row in range(last - config.block_size, last)]
         own, all_rows = (cos[masked], signed_sin[masked]), (cos, signed_sin)
@@ -118,11 +148,7 @@ class BlockStep:
             hidden = hidden + attention.finished(layer.attended(found), kernels)
             inputs, kernels = mlp.prepared(normed(hidden, after, config.norm_eps))
             hidden = hidden + mlp.finished(layer.mlp(inputs), kernels)
-        wanted = torch.cat([part[self._wanted] for part in torch.split(hidden, config.block_size)])
-        last = normed(wanted, self._norm, config.norm_eps)
-        drafted = [len(last) // len(brought)] * len(brought)
-        pairs = zip(torch.split(last, drafted), torch.split(self._head(last), drafted), strict=True)
-        return [Sequel(*pair) for pair in pairs]
+        return hidden
 
     def _attended(self, queries: torch.Tensor, rows: Rows, place: int) -> torch.Tensor:
         """[1, Hq, N, d] the attention outputs of the blocks' rows, for as many queries."""
@@ -130,26 +156,19 @@ class BlockStep:
         for own, (block, _, _) in zip(torch.split(queries, self.config.block_size, 2), rows.parts, strict=True):
             end = block.length + block.rows
             keys, values = (store[place].narrow(2, 0, end) for store in (block.cache.keys, block.cache.values))
-            window = self.config.window(place)
-            if window is None:
+            if self.config.window(place) is None:
                 found.append(attend_all(own, keys, values))
             else:
-                mask = self._mask(end, window)
+                mask = self._mask(place, end)
                 grouped = keys.shape[1] != own.shape[1]
                 found.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, enable_gqa=grouped))
         return torch.cat(found, 2)
 
-    def _mask(self, end: int, window: int) -> torch.Tensor:
+    def _mask(self, place: int, end: int) -> torch.Tensor:
         """[B, end] bool, the attention mask of a block's rows, the last of ``end`` positions, with a window."""
-        size = self.config.block_size
+        first, last = torch.tensor(self.config.spans(place, end), device=self.device)[..., None].unbind(1)
         places = torch.arange(end, device=self.device)
-        own, first = places[end - size :, None], end - size
-        if self.config.window_from_anchor:
-            seen = places >= first - window
-        else:
-            seen = (own - places).abs() <= window
-        later = places > own
-        return seen & ~later if self.config.window_causal else seen.expand(size, -1)
+        return (places >= first) & (places < last)
 
 
 class _Plain:

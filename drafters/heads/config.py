@@ -199,6 +199,18 @@ class BlockConfig(HeadConfig):
         """The number of tokens that a block proposes."""
         return self.block_size - (not self.from_anchor)
 
+    def spans(self, layer: int, end: int) -> list[tuple[int, int]]:
+        """The positions [first, last) that each row of a block sees in a layer, if the block ends at ``end``."""
+        window, anchor = self.window(layer), end - self.block_size
+        if window is None:
+            return [(0, end)] * self.block_size
+        found = list[tuple[int, int]]()
+        for own in range(anchor, end):
+            first = (anchor if self.window_from_anchor else own) - window
+            last = own + 1 if self.window_causal else end if self.window_from_anchor else min(own + window + 1, end)
+            found.append((max(first, 0), last))
+        return found
+
 
 def aux_layers(layers: int) -> list[int]:
     """The hidden states that EAGLE-3 reads by default, for a target with this number of layers."""

@@ -21,11 +21,14 @@ import torch
 from drafters.heads.block_step import Blank, BlockStep, Sequel
 from drafters.heads.growing import Behind, HeadOptions
 from drafters.heads.growth import Growth
+from drafters.heads.native_growth import Grown, NativeGrowth, grow_block
 from drafters.heads.session import HeadDrafter, HeadSession
 from drafters.heads.transitions import Transitions
 from drafters.heads.weights import Block, HeadWeights
 from specdec.drafter import Context
+from specdec.native.types import CTransitions
 from specdec.step.forward_passes import Pass, Passes
+from specdec.step.tree import Draft
 from specdec.target import Target
 
 __all__ = ["DFlash", "DFlashConfig"]
@@ -62,7 +65,10 @@ class DFlash(HeadDrafter):
         own = head.config
         self.depth = min(config.tokens or own.drafted, own.drafted)
         self.step = BlockStep(head, self.vocabulary.head, target, self.depth)
-        self.transitions = Transitions(head)
+        self.transitions, native = Transitions(head), self.step.native
+        self._described: CTransitions | None = None
+        if native is not None and native.outputs is not None:
+            self._described = self.transitions.described(native.outputs, native.dtype)
 
     def start(self, context: Context) -> DFlashSession:
         return DFlashSession(self, context)
@@ -70,6 +76,20 @@ class DFlash(HeadDrafter):
     def run(self, brought: Sequence[Blank]) -> list[Sequel]:
         """Run the block of each sequence."""
         return self.step.run(brought)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the native library can grow drafts."""
+        return self._described is not None
+
+    def grow(self, several: Sequence[tuple[Blank, NativeGrowth]]) -> list[Grown]:
+        """Run the block of each sequence, and grow its draft."""
+        assert self._described is not None
+        sequels = self.step.run([blank for blank, _ in several])
+        return [
+            grow_block(self._described, growth, sequel.hidden, sequel.logits)
+            for (_, growth), sequel in zip(several, sequels, strict=True)
+        ]
 
 
 class DFlashSession(HeadSession):
@@ -79,6 +99,21 @@ class DFlashSession(HeadSession):
         self._drafter, self._step = drafter, step
         self._sequel: Sequel | None = None
         self._states = dict[int, torch.Tensor]()  # states of a recurrent bias, by node
+        self._grows = drafter.grows and self._plain and not self._draws
+
+    def _grow(self, most: int, deepest: int) -> Passes[Draft]:
+        if not self._grows:
+            return (yield from super()._grow(most, deepest))
+        blank = self._blank()
+        growth = self._growing([blank.root], None, most, deepest)
+        grown: Grown = yield Pass(self._drafter.grow, (blank, growth))
+        self._own.cache.commit(range(len(blank.features)))
+        return self._draft_of(grown, 1)
+
+    def _blank(self) -> Blank:
+        features = self._own.catch_up()
+        block = self._own.text_block(range(len(features) + self._step.config.block_size))
+        return Blank(block, features, self._context.root)
 
     def _absorb(self, features: torch.Tensor) -> None:
         block = self._own.text_block(range(len(features)))
@@ -86,10 +121,9 @@ class DFlashSession(HeadSession):
         self._own.read_text(block, root=False)
 
     def _begin(self, deepest: int) -> Passes[None]:
-        features = self._own.catch_up()
-        block = self._own.text_block(range(len(features) + self._step.config.block_size))
-        self._sequel = yield Pass(self._drafter.run, Blank(block, features, self._context.root))
-        self._own.cache.commit(range(len(features)))
+        blank = self._blank()
+        self._sequel = yield Pass(self._drafter.run, blank)
+        self._own.cache.commit(range(len(blank.features)))
         self._states = {}
 
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
@@ -106,5 +140,4 @@ class DFlashSession(HeadSession):
         said = transitions.said(hidden, logits, before[: len(level)], states)
         if said.states is not None:
             self._states |= dict(zip(level, said.states, strict=True))
-        accepted = None if said.acceptance is None else said.acceptance.tolist()
-        return Behind(said.logits, accepted)
+        return Behind(said.logits, said.chances)

@@ -29,7 +29,7 @@ from drafters.heads.session import HeadDrafter, HeadSession
 from drafters.heads.weights import Chain, HeadWeights
 from specdec.drafter import Context
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.tree import Draft, Hints
+from specdec.step.tree import Draft
 from specdec.target import Target
 
 __all__ = ["Eagle", "EagleConfig"]
@@ -96,7 +96,6 @@ class EagleSession(HeadSession):
         self._drafter, self._step, self._config = drafter, step, config
         self._guess: Guess | None = None  # the latest level's result
         self._level: Sequence[int] = []
-        self._growth: NativeGrowth | None = None
         native = step.native
         grows = native is not None and native.grows and not drafter.at_once
         self._waits = Waiting(native) if native is not None and grows and self._plain and not self._draws else None
@@ -104,43 +103,14 @@ class EagleSession(HeadSession):
     def _grow(self, most: int, deepest: int) -> Passes[Draft]:
         if self._waits is None:
             return (yield from super()._grow(most, deepest))
-        context, own, waits = self._context, self._own, self._waits
-        growth = self._growth = self._growth or self._native_growth()
+        own, waits = self._own, self._waits
         features = waits.addresses()
         first, rows = own.cache.length + 1, len(features) // len(self._taps)
-        growth.begin(
-            context.tokens[first : first + rows],
-            features,
-            most=most,
-            deepest=deepest,
-            position=self._place(0),
-            sure=self._sure,
-            accepted=self._accepted,
-            guesses=self._guesses,
-        )
+        growth = self._growing(self._context.tokens[first : first + rows], features, most, deepest)
         grown: Grown = yield Pass(self._drafter.grow, growth)
         waits.clear()
         own.root_ran(rows)
-        self._grown, self._passes = grown, grown.passes
-        tokens, parents, chances = grown.draft
-        return Draft(tokens, parents, hints=Hints(chances=chances, cost=self._cost))
-
-    def _native_growth(self) -> NativeGrowth:
-        prices, length, temperature = self._prices, self._length, self._temperature
-        most = max(self._most, 1)
-        return NativeGrowth(
-            self._own.cache,
-            deepest=self._deepest,
-            most=most,
-            branch=self._branch,
-            width=self._width,
-            prices=prices.of_rows(length, most),
-            level_price=prices.rate * (prices.added(length, 1) + self._price),
-            least=self._least,
-            noise=self._noise,
-            temperature=temperature,
-            divisor=temperature if self._processors else 0.0,
-        )
+        return self._draft_of(grown, grown.passes)
 
     def _defer(self, taps: Sequence[torch.Tensor], rows: Sequence[int] | None) -> None:
         if self._waits is None:

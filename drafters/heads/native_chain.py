@@ -7,7 +7,6 @@ MLP on the layer's own stream, each as a native layer whose other part adds zero
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int64
@@ -16,18 +15,17 @@ from typing import Any
 import torch
 
 from drafters.heads.layers import Linear, embedding_rows, product
+from drafters.heads.native_parts import NativeParts, packed_head, per_head, runs
 from drafters.heads.weights import Chain
 from specdec.native.library import library
-from specdec.native.types import CChain, CCosSin, CHead, CShape
+from specdec.native.types import CChain, CHead, CShape
 from specdec.runners.half_layers import attention_alone, mlp_alone
-from specdec.runners.linear import HeadOf, LinearKernel, PackedWeight
+from specdec.runners.linear import LinearKernel, PackedWeight
 from specdec.runners.native_layers import (
     NativeLayer,
     NativeLayers,
     address_of,
     described_rows,
-    described_turns,
-    runs_heads_of,
 )
 from specdec.runners.rotary import Rotary
 from specdec.step.block import Rows
@@ -37,10 +35,9 @@ __all__ = ["NativeChain"]
 
 # A norm that is the identity: x w / sqrt(mean(x^2) + e) with e far larger than any square and w its root.
 _EPSILON, _GAIN = 1e12, 1e6
-_Turns = tuple[ctypes.Array[CCosSin], int, torch.Tensor, torch.Tensor]
 
 
-class NativeChain:
+class NativeChain(NativeParts):
     """The weights of a head with one layer, as the library reads them.
 
     Args:
@@ -67,11 +64,10 @@ class NativeChain:
         rotary: Rotary,
         embedding: PackedWeight | torch.Tensor | None,
     ) -> None:
+        super().__init__(rotary, products[0].dtype)
         self._config = config = head.config
-        self._rotary, self.dtype, self._outputs = rotary, products[0].dtype, None if last is None else last.outputs
-        self._like = torch.empty(1, 0, dtype=self.dtype)
-        self._turns: _Turns | None = None
-        self._held: list[Any] = [*products, last, embedding]  # the library reads these by address
+        self._outputs = None if last is None else last.outputs
+        self._hold((*products, last, embedding))
         self.features = config.hidden_size * (len(config.taps) or 1)
         own: Any = head
         if fc is not None:
@@ -114,13 +110,9 @@ class NativeChain:
         own: Any = layer
         same = torch.full((products[0].inputs,), _GAIN)
         after, eps, size = own.post_attention_layernorm.weight.detach(), config.norm_eps, config.head_dim
-        attention, per_head = own.self_attn, None
-        if config.qk_norm:
-            heads = [attention.q_norm.weight] * config.heads + [attention.k_norm.weight] * config.key_heads
-            per_head = torch.stack([weight.detach() for weight in heads])[:, None]
         groups, scale, width = (config.heads, config.key_heads), size**-0.5, config.width
-        behind = torch.ones(2 * width) if config.wide else after
-        whole = NativeLayer(tuple(products), (same, behind), (_EPSILON, eps, eps), groups, size, scale, per_head)
+        behind, head_norm = torch.ones(2 * width) if config.wide else after, per_head(config, own.self_attn)
+        whole = NativeLayer(tuple(products), (same, behind), (_EPSILON, eps, eps), groups, size, scale, head_norm)
         if not config.wide:
             return self._hold(NativeLayers([whole])), None
         second = NativeLayer(tuple(products), (torch.ones(width), after), (eps, eps, 0.0), groups, size, scale)
@@ -133,27 +125,13 @@ class NativeChain:
             return CHead(last.described, self._weights(torch.full((config.width,), _GAIN)), _EPSILON)
         return CHead(last.described, self._weights(head.norm.weight), config.norm_eps)
 
-    def _hold(self, thing: Any) -> Any:
-        self._held.append(thing)
-        return thing
-
-    def _weights(self, *weights: torch.Tensor) -> int:
-        """The address of weights in float32, one behind the other."""
-        address: int = self._hold(torch.cat([weight.detach().float() for weight in weights])).data_ptr()
-        return address
-
     @classmethod
     def of(
         cls, head: Chain, fc: LinearKernel | None, last: Linear, rotary: Rotary, target: Target
     ) -> NativeChain | None:
         """The head in the library; None where the library cannot run it."""
         config = head.config
-        own: Any = last.packed if isinstance(last, HeadOf) else last
-        if not config.own_head and not config.draft_vocab:
-            own = getattr(target, "packed_head", None)
-        if config.layers > 1 or config.activation not in ("silu", "swish") or not rotary.fixed:
-            return None
-        if not runs_heads_of(config.head_dim, config.intermediate_size):
+        if config.layers > 1 or not runs(config, rotary):
             return None
         if config.width != config.hidden_size and not (config.wide and config.fused):
             return None  # the target's hidden states are no states of this head
@@ -173,8 +151,9 @@ class NativeChain:
         packed = [one for one in made if isinstance(one, PackedWeight)]
         if len(packed) < len(made) or not (fc is None or isinstance(fc, PackedWeight)):
             return None
-        fits = isinstance(own, PackedWeight) and own.dtype is packed[0].dtype
-        return cls(head, packed, fc, own if fits else None, rotary, embedding_rows(head, target, packed[0].dtype))
+        dtype = packed[0].dtype
+        own = packed_head(config, last, target, dtype)
+        return cls(head, packed, fc, own, rotary, embedding_rows(head, target, dtype))
 
     def guess(
         self,
@@ -229,13 +208,3 @@ class NativeChain:
         )
         del kept, held  # the library has read them
         return logits, onward
-
-    def turns(self, end: int) -> ctypes.Array[CCosSin]:
-        """Cosines and sines of positions 0 .. ``end`` - 1 or more, for the library; valid while this object is."""
-        known = self._turns
-        if known is None or known[1] < end:
-            cos, _, signed_sin = self._rotary.table(end, self._like)
-            tables = cos.float().contiguous(), signed_sin.float().contiguous()
-            known = self._turns = (self._hold(described_turns([tables])), len(cos), *tables)
-            self._hold(tables)  # another thread may still read shorter ones
-        return known[0]

@@ -16,12 +16,12 @@ import torch
 
 from drafters.heads.native_chain import NativeChain
 from specdec.native.library import library
-from specdec.native.types import CGrowing
+from specdec.native.types import CGrowing, CTransitions
 from specdec.runners.native_layers import described_slots
 from specdec.sampling.noise import Noise
 from specdec.step.cache import KVCache
 
-__all__ = ["Grown", "NativeGrowth", "Waiting", "grow"]
+__all__ = ["Grown", "NativeGrowth", "Waiting", "grow", "grow_block"]
 
 _PARTS = 8  # tensors of waiting states that are kept apart; more are copied together
 
@@ -163,7 +163,7 @@ class NativeGrowth:
     def begin(
         self,
         text: Sequence[int],
-        features: array[int],
+        features: array[int] | None,
         *,
         most: int,
         deepest: int,
@@ -176,7 +176,7 @@ class NativeGrowth:
 
         Args:
             text: tokens of the rows that the cache lacks, the root last.
-            features: addresses of the target's hidden states for these rows.
+            features: addresses of the target's hidden states for these rows; None where a block is run for the draft.
             most: most rows below the root.
             deepest: most tokens of a path.
             position: position of the token that is guessed behind the root.
@@ -184,13 +184,16 @@ class NativeGrowth:
             accepted, guesses: the number of nodes with an accepted child, and the number of all nodes that were judged.
         """
         told, cache, deepest = self._told, self._cache, min(deepest, most)
-        length = cache.length
-        self.end = length + len(text) + self._width * (deepest - 1)  # slots; positions end before
-        cache.reserve(self.end)
-        slots, tokens = described_slots(cache), (c_int64 * len(text))(*text)
+        length, slots = cache.length, None
+        if features is not None:
+            self.end = length + len(text) + self._width * (deepest - 1)  # slots; positions end before
+            cache.reserve(self.end)
+            slots = described_slots(cache)
+            told.slots, told.features = addressof(slots), features.buffer_info()[0]
+        tokens = (c_int64 * len(text))(*text)
         keys = None if self._noise is None else (c_uint64 * deepest)(*self._keys_from(position, deepest))
         self._text = slots, tokens, features, keys
-        told.slots, told.text, told.features = addressof(slots), addressof(tokens), features.buffer_info()[0]
+        told.text = addressof(tokens)
         told.keys = None if keys is None else addressof(keys)
         told.length, told.rows, told.most, told.deepest = length, len(text), most, deepest
         told.branch = min(self._branch, most)
@@ -221,3 +224,12 @@ def grow(chain: NativeChain, several: Sequence[NativeGrowth]) -> list[Grown]:
     pointers = (c_void_p * len(several))(*[one.address for one in several])
     library().specdec_grow(byref(chain.described), pointers, len(several), turns, torch.get_num_threads())
     return [one.grown() for one in several]
+
+
+def grow_block(transitions: CTransitions, growth: NativeGrowth, hidden: torch.Tensor, logits: torch.Tensor) -> Grown:
+    """The draft that was prepared, grown from the ``hidden`` states [B, W] and ``logits`` [B, d] of a block."""
+    hidden, logits = hidden.contiguous(), logits.contiguous()
+    library().specdec_grow_block(
+        byref(transitions), growth.address, hidden.data_ptr(), logits.data_ptr(), torch.get_num_threads()
+    )
+    return growth.grown()

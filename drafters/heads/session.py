@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 
 from drafters.heads.growing import GrowingSession
 from drafters.heads.loading import describe, load_head
+from drafters.heads.native_growth import Grown, NativeGrowth
 from drafters.heads.weights import HeadWeights
 from drafters.shared.own_cache import OwnCache
 from drafters.shared.vocabulary import DraftVocabulary
@@ -17,6 +19,7 @@ from drafters.shared.weights import weights_folder
 from specdec.drafter import Context, DrafterBase, Observation
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.tree import Draft, Hints
 from specdec.target import FINAL, Target
 
 __all__ = ["CHUNK", "HeadDrafter", "HeadSession"]
@@ -109,6 +112,7 @@ class HeadSession(GrowingSession):
         self._device = specs[0].device
         cache = KVCache(specs, capacity=text, rows=max(rows, min(CHUNK, text)))
         self._own = OwnCache(cache, device=self._device)
+        self._growth: NativeGrowth | None = None
 
     def _ready(self) -> bool:
         self._own.begin()
@@ -145,3 +149,41 @@ class HeadSession(GrowingSession):
         for first in range(0, last, most):
             self._absorb(waiting[first : min(first + most, last)])
         self._own.defer(waiting[last:].clone())  # a view would keep all rows in memory
+
+    def _growing(self, text: Sequence[int], features: array[int] | None, most: int, deepest: int) -> NativeGrowth:
+        """What the native library grows this draft from, see :meth:`NativeGrowth.begin`."""
+        growth = self._growth = self._growth or self._new_growth()
+        growth.begin(
+            text,
+            features,
+            most=most,
+            deepest=deepest,
+            position=self._place(0),
+            sure=self._sure,
+            accepted=self._accepted,
+            guesses=self._guesses,
+        )
+        return growth
+
+    def _new_growth(self) -> NativeGrowth:
+        prices, length, temperature = self._prices, self._length, self._temperature
+        most = max(self._most, 1)
+        return NativeGrowth(
+            self._own.cache,
+            deepest=self._deepest,
+            most=most,
+            branch=self._branch,
+            width=self._width,
+            prices=prices.of_rows(length, most),
+            level_price=prices.rate * (prices.added(length, 1) + self._level_price),
+            least=self._least,
+            noise=self._noise,
+            temperature=temperature,
+            divisor=temperature if self._processors else 0.0,
+        )
+
+    def _draft_of(self, grown: Grown, passes: int) -> Draft:
+        """The draft that the library has grown from ``passes`` of the head."""
+        self._grown, self._passes = grown, passes
+        tokens, parents, chances = grown.draft
+        return Draft(tokens, parents, hints=Hints(chances=chances, cost=self._cost))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +12,21 @@ import torch
 
 from drafters.heads.layers import product
 from drafters.heads.weights import Block
+from specdec.native.types import CTransitions
+from specdec.runners.linear import PackedWeight
+from specdec.runners.native_layers import address_of
 
 __all__ = ["Transitions"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Said:
-    """Results for N nodes: ``logits`` [N, d]; the chance of ``acceptance`` [N], where the head estimates it; and the
+    """Results for N nodes: ``logits`` [N, d]; the ``chances`` of acceptance [N], where the head estimates them; and the
     ``states`` [N, r] of a recurrent bias.
     """
 
     logits: torch.Tensor
-    acceptance: torch.Tensor | None
+    chances: list[float] | None
     states: torch.Tensor | None
 
 
@@ -50,6 +55,27 @@ class Transitions:
         self._before = None if selector is None else selector.predecessor_codebook.detach()
         self._after = None if selector is None else selector.successor_codebook.detach()
         self._projection = None if selector is None else product(selector.hidden_projection)
+        self._drafted: torch.Tensor | None = head.draft_tokens
+
+    def described(self, outputs: int, dtype: torch.dtype) -> CTransitions | None:
+        """These heads behind ``outputs`` logits, for the native library, valid while this object is.
+
+        None where only torch computes them.
+        """
+        config, heads = self.config, [one for one in (self._w2, self._confidence) if one is not None]
+        packed = [one for one in heads if isinstance(one, PackedWeight) and one.dtype is dtype]
+        if len(packed) < len(heads) or config.markov not in ("none", "vanilla") or config.selector_rank:
+            return None
+        before = None if self._w1 is None else self._w1.contiguous()
+        drafted = None if self._drafted is None else self._drafted.long().contiguous()
+        self._held = before, drafted  # the library reads them by address
+        after, chance = (
+            addressof(one.described) if isinstance(one, PackedWeight) else None for one in (self._w2, self._confidence)
+        )
+        return CTransitions(
+            size=outputs, half=dtype is torch.bfloat16, drafted=address_of(drafted), before=address_of(before),
+            after=after, chance=chance, width=config.width, rank=config.markov_rank, vocabulary=config.vocab_size,
+        )  # fmt: skip
 
     @torch.no_grad()
     def said(
@@ -66,11 +92,11 @@ class Transitions:
             logits = logits + self._w2(bias)
         if self._before is not None:
             logits = self._selected(hidden, logits, tokens)
-        acceptance = None
+        chances = None
         if self._confidence is not None:
             read = hidden if self.config.confidence == "hidden" or known is None else torch.cat((hidden, known), -1)
-            acceptance = self._confidence(read)[:, 0].sigmoid()
-        return Said(logits, acceptance, states)
+            chances = [_sigmoid(logit) for logit in self._confidence(read)[:, 0].tolist()]
+        return Said(logits, chances, states)
 
     def _bias(
         self, known: torch.Tensor, hidden: torch.Tensor, states: torch.Tensor | None
@@ -94,3 +120,8 @@ class Transitions:
         context = self._before[tokens] * self._projection(hidden)
         scores = best.values + (context[:, None] * self._after[best.indices]).sum(-1)
         return torch.full_like(logits, -torch.inf).scatter(-1, best.indices, scores)
+
+
+def _sigmoid(logit: float) -> float:
+    """As the native library computes it, bit for bit; 0 for NaN."""
+    return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0

@@ -29,6 +29,14 @@ static int64_t onward(const Block *b, const Slots *s, int64_t row, int32_t *slot
     return count;
 }
 
+/* The same for a row that sees all positions of a span, of a cache without a window. */
+static int64_t spanned(const int32_t *span, int32_t *slots) {
+    const int64_t count = span[1] - span[0];
+    for (int64_t p = 0; p < count; p++) slots[p] = (int32_t)(span[0] + p);
+    for (int64_t rest = count; rest < count + LANES; rest++) slots[rest] = slots[count - 1];
+    return count;
+}
+
 /* Softmax of scores in place, padded with zeros to a whole block. */
 static void soften(float *scores, int64_t count) {
     floats most = spread(-INFINITY), sum = {0};

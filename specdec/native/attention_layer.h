@@ -29,6 +29,20 @@ static void store_row(const Shape *m, const Layer *l, const Slots *s, float *row
     }
 }
 
+/* The same for all rows: qkv [rows, stride] of layer n. */
+static void store_rows(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride, const Team *team) {
+    const Turns turns = all->turns[l->turns];
+    SHARED(row, all->rows) {
+        const Block *b = all->blocks;
+        int64_t r = row; /* index within its block */
+        while (r >= b->rows) r -= b++->rows;
+        const Slots *s = b->slots + n;
+        const int64_t at = all->by_row ? row : b->length + b->depths[b->first + r];
+        store_row(m, l, s, qkv + row * stride, (b->length + b->first + r) % s->size, turns.cosines + at * m->head_dim,
+                  turns.sines + at * m->head_dim);
+    }
+}
+
 /* Work items of a block (key heads x pieces of queries x rows); about how many keys an item reads; and how many of a
  * block's items lie within the first `work` keys of all the work. */
 INLINE int64_t items_of(const Shape *m, const Block *b, int64_t pieces) { return m->key_heads * pieces * b->rows; }
@@ -44,16 +58,7 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     const int64_t dim = m->head_dim, group = m->query_heads / m->key_heads, size = m->half ? 2 : 4;
     const enum Kind kind = attends_in_pairs(m) ? PAIRS : m->half ? HALF : FULL;
     const int64_t mixed_stride = apart_by(m->query_heads * dim);
-    const Turns turns = all->turns[l->turns];
-    SHARED(row, all->rows) {
-        const Block *b = all->blocks;
-        int64_t r = row; /* index within its block */
-        while (r >= b->rows) r -= b++->rows;
-        const Slots *s = b->slots + n;
-        const int64_t at = all->by_row ? row : b->length + b->depths[b->first + r];
-        store_row(m, l, s, qkv + row * stride, (b->length + b->first + r) % s->size, turns.cosines + at * dim,
-                  turns.sines + at * dim);
-    }
+    store_rows(m, l, all, n, qkv, stride, team);
     meet(team);
     const int64_t room = room_for(all->keys), most = together(m);
     const int64_t pieces = all->rows == 1 ? group : 1, heads = group / pieces; /* heads of a piece; one row is split */
@@ -84,18 +89,20 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
                          .scores = scores, .slots = slots, .dim = dim, .heads = heads, .room = room,
                          .rows = count, .query_stride = stride,
                          .output_stride = mixed_stride, .cap = l->cap, .kind = kind};
+            const int32_t *spans = all->spans ? all->spans + 2 * (n * all->rows + from + r) : NULL;
+            for (int64_t i = 0; spans && i < seen.rows; i++) seen.count[i] = spanned(spans + 2 * i, slots + i * room);
             if (attends_in_tiles(m)) {
-                seen.chain = !s->window;
+                seen.chain = !s->window && !spans;
                 for (int64_t row = b->first + r + 1; row < b->first + r + seen.rows; row++)
                     seen.chain &= b->parents[row] == row - 1;
-                for (int64_t i = seen.chain ? seen.rows - 1 : 0, own = 0; i < seen.rows; i++, own++)
+                for (int64_t i = seen.chain ? seen.rows - 1 : 0, own = 0; !spans && i < seen.rows; i++, own++)
                     seen.count[i] = path(b, s, b->first + r + i, slots + own * room, begun + own);
                 for (int64_t i = 0; seen.chain && i < seen.rows; i++)
                     seen.count[i] = seen.count[seen.rows - 1] - (seen.rows - 1 - i);
                 attend_tiles(&seen, (float *)(slots + room * most));
                 continue;
             }
-            for (int64_t i = 0; i < seen.rows; i++) {
+            for (int64_t i = 0; !spans && i < seen.rows; i++) {
                 const int64_t row = b->first + r + i;
                 if (i && !s->window && b->parents[row] == row - 1)
                     seen.count[i] = onward(b, s, row, slots + i * room, room, seen.count[i - 1]);

@@ -37,28 +37,41 @@ static void add_node(Growing *g, int64_t parent, int64_t token, double chance) {
     g->best[at] = own;
 }
 
-/* Adds a node's likeliest children by its `logits`. `apart` has room for the logits, `likely` and `chances` for the
- * children. Returns as specdec_chances does. */
-static int extend_node(const Chain *c, Growing *g, int64_t node, const void *logits, float *apart, int64_t *likely,
-                       float *chances) {
-    const int64_t size = c->head->product.outputs, count = g->branch < size ? g->branch : size;
+/* Guesses behind a row: which logits are whose, and room for the logits, and for the likeliest and their chances. */
+typedef struct {
+    int64_t size, half;
+    const int64_t *drafted; /* as in Chain */
+    float *apart, *chances;
+    int64_t *likely;
+} Guesses;
+
+/* The number of a node's likeliest guesses. */
+INLINE int64_t guessed(const Growing *g, const Guesses *s) { return g->branch < s->size ? g->branch : s->size; }
+
+/* Finds the likeliest guesses at a depth by `logits`. Returns as specdec_chances does. */
+static int rank_guesses(const Growing *g, const Guesses *s, int32_t depth, const void *logits) {
     const int noisy = g->keys != NULL;
-    int half = c->shape.half;
+    int half = (int)s->half;
     if (g->divisor > 0) {
-        for (int64_t i = 0; i < size; i++) apart[i] = value_of(logits, i, half) / g->divisor;
-        logits = apart, half = 0;
+        for (int64_t i = 0; i < s->size; i++) s->apart[i] = value_of(logits, i, half) / g->divisor;
+        logits = s->apart, half = 0;
     }
-    if (specdec_chances(logits, 1, size, half, noisy ? g->temperature : 1.f, noisy ? g->temperature : 0.f,
-                        noisy ? g->keys + g->depths[node] : NULL, noisy ? c->drafted : NULL, count, likely, chances))
-        return 1;
+    return specdec_chances(logits, 1, s->size, half, noisy ? g->temperature : 1.f, noisy ? g->temperature : 0.f,
+                           noisy ? g->keys + depth : NULL, noisy ? s->drafted : NULL, guessed(g, s), s->likely, s->chances);
+}
+
+/* Adds these guesses as a node's children. With `accepted` of 0 or more, that is the likeliest one's chance, and those of
+ * the others are scaled with it. */
+static void extend_node(Growing *g, int64_t node, const Guesses *s, double accepted) {
+    double scale = 1;
     g->first[node] = g->size;
-    for (int64_t n = 0; n < count; n++) {
-        if (!(chances[n] > 0)) continue;
-        double chance = g->sure * (double)chances[n];
-        if (!g->below[node]++) g->promised[node] = chances[n];
-        add_node(g, node, c->drafted ? c->drafted[likely[n]] : likely[n], chance < 1 ? chance : 1);
+    for (int64_t n = 0; n < guessed(g, s); n++) {
+        if (!(s->chances[n] > 0)) continue;
+        if (!g->below[node] && accepted >= 0) scale = accepted / (double)s->chances[n];
+        const double own = scale * (double)s->chances[n], chance = g->sure * own;
+        if (!g->below[node]++) g->promised[node] = own;
+        add_node(g, node, s->drafted ? s->drafted[s->likely[n]] : s->likely[n], chance < 1 ? chance : 1);
     }
-    return 0;
 }
 
 /* The number of the likeliest nodes to verify. */
@@ -155,10 +168,10 @@ int specdec_grow(const Chain *c, Growing *const *all, int64_t count, const Turns
     if (!scratch) return 1;
     void *piece[PIECES];
     for (int p = 0; p < PIECES; at += (sizes[p++] + 15) / 16 * 16) piece[p] = at;
-    int64_t *tokens = piece[0], *places = piece[1], *asked = piece[2], *likely = piece[5];
+    int64_t *tokens = piece[0], *places = piece[1], *asked = piece[2];
     Block *blocks = piece[3];
     const void **features = piece[4];
-    float *chances = piece[6], *apart = piece[11];
+    const Guesses guesses = {size, half, c->drafted, piece[11], piece[6], piece[5]};
     int32_t *chain = piece[7];
     void *states = piece[8], *onward = piece[9], *logits = piece[10];
     for (int64_t r = 0; r < longest; r++) chain[r] = r - 1, chain[longest + r] = r;
@@ -185,8 +198,10 @@ int specdec_grow(const Chain *c, Growing *const *all, int64_t count, const Turns
         for (int64_t n = 0, r = 0, own; n < count && !failed; n++, r += own) {
             Growing *g = all[n];
             own = g->count;
-            for (int64_t i = 0; i < own && !failed; i++)
-                failed = extend_node(c, g, g->level[i], row_of(logits, r + i, size, half), apart, likely, chances);
+            for (int64_t i = 0; i < own && !failed; i++) {
+                failed = rank_guesses(g, &guesses, (int32_t)depth, row_of(logits, r + i, size, half));
+                if (!failed) extend_node(g, g->level[i], &guesses, -1);
+            }
             if (!own) continue;
             choose_level(g, depth + 1);
             if (!g->count) continue;

@@ -23,4 +23,5 @@
 #include "draws.h"
 #include "chain.h"
 #include "growth.h"
+#include "block_head.h"
 #include "abilities.h"

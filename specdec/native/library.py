@@ -238,6 +238,8 @@ def _load(path: Path) -> Any:
             loaded.specdec_chances,
             loaded.specdec_run_chain,
             loaded.specdec_grow,
+            loaded.specdec_absorb,
+            loaded.specdec_grow_block,
         ):
             allocating.errcheck = _check_done
         loaded.specdec_panel_bytes.restype = ctypes.c_int64

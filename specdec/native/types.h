@@ -72,6 +72,7 @@ typedef struct { /* the rows of all blocks, block after block */
     int64_t by_row;     /* whether they are by row; else they are of positions 0, 1, 2, ... */
     const int64_t *tokens;    /* [rows], for rows that start at the first layer; ... */
     const Product *embedding; /* ... and their embedding */
+    const int32_t *spans;     /* [layers, rows, 2] positions that a row sees, as first and end; NULL: its path */
 } Rows;
 
 typedef struct { /* the last norm and the head */

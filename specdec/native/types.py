@@ -14,6 +14,7 @@ __all__ = [
     "PANEL",
     "STEP",
     "CChain",
+    "CContext",
     "CCosSin",
     "CExperts",
     "CGrowing",
@@ -25,6 +26,7 @@ __all__ = [
     "CRows",
     "CShape",
     "CSlots",
+    "CTransitions",
     "Kind",
 ]
 
@@ -135,6 +137,7 @@ class CRows(Structure):
         ("by_row", c_int64),
         ("tokens", c_void_p),
         ("embedding", c_void_p),
+        ("spans", c_void_p),
     )
 
 
@@ -167,6 +170,19 @@ class CChain(Structure):
         *((name, c_int64) for name in ("width", "features", "taps", "norms", "vocabulary", "from_norm", "final")),
         ("epsilon", c_float),
     )  # fmt: skip
+
+
+class CContext(Structure):
+    _fields_ = (("fuse", c_void_p), ("keyed", c_void_p), ("norm", c_void_p), ("epsilon", c_float))
+
+
+class CTransitions(Structure):
+    _fields_ = (
+        ("size", c_int64),
+        ("half", c_int64),
+        *((name, c_void_p) for name in ("drafted", "apart", "chances", "likely", "before", "after", "chance")),
+        *((name, c_int64) for name in ("width", "rank", "vocabulary")),
+    )
 
 
 class CGrowing(Structure):
@@ -212,6 +228,8 @@ FUNCTIONS: dict[str, list[Any]] = {
         c_void_p, c_int,
     ],
     "specdec_grow": [POINTER(CChain), c_void_p, c_int64, POINTER(CCosSin), c_int],
+    "specdec_absorb": [POINTER(CShape), c_void_p, POINTER(CContext), POINTER(CRows), c_void_p, c_int],
+    "specdec_grow_block": [POINTER(CTransitions), c_void_p, c_void_p, c_void_p, c_int],
     "specdec_count_highs": [c_void_p, c_int64, c_void_p],
     "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
     "specdec_format": [c_int],

@@ -94,8 +94,8 @@ def test_confidence_is_the_chance_that_the_policy_is_told(tmp_path: Path) -> Non
     known = tensors["markov_head.markov_w1.weight"][[3, 5]]
     weight, bias = (tensors[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
     expected = torch.sigmoid(torch.cat((hidden, known), -1) @ weight.T + bias)[:, 0]
-    assert said.acceptance is not None
-    torch.testing.assert_close(said.acceptance, expected)
+    assert said.chances is not None
+    torch.testing.assert_close(torch.tensor(said.chances), expected)
     torch.testing.assert_close(said.logits, logits + known @ tensors["markov_head.markov_w2.weight"].T)
     drafts: list[Draft] = []
     drafter = Spy(

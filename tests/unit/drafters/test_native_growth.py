@@ -59,11 +59,16 @@ class Both:
             rng=self.random, costs=COSTS,
         )  # type: ignore[arg-type]  # fmt: skip
         self.grown = drafter.start(self.context)
-        with patch.context() as without:
-            without.setattr(drafter.step.native, "grows", False)
-            self.level = drafter.start(self.context)
-        assert (self.grown._waits is not None, self.level._waits) == (True, None)
+        self.level = self.level_by_level(patch)
         self.ran(None, [*range(len(prompt) - 1)], prompt[:-1])
+
+    def level_by_level(self, patch: pytest.MonkeyPatch) -> Any:
+        """A session that grows its drafts pass by pass; the other one is seen to do otherwise."""
+        with patch.context() as without:
+            without.setattr(self.drafter.step.native, "grows", False)
+            level = self.drafter.start(self.context)
+        assert (self.grown._waits is not None, level._waits) == (True, None)
+        return level
 
     def ran(self, draft: Draft | None, path: Sequence[int], tokens: Sequence[int]) -> None:
         """A step, or a chunk of the prompt, of these rows; sessions see its hidden states."""
@@ -115,12 +120,12 @@ def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(
-    made: Any, sampling: SamplingParams, patch: pytest.MonkeyPatch, seeds: Sequence[int], steps: int = 12
+    made: Any, sampling: SamplingParams, patch: pytest.MonkeyPatch, seeds: Sequence[int], kind: type[Both] = Both
 ) -> None:
     """Drafts of several sequences, each alone and all of them together."""
-    several = [Both(made, seed, sampling, patch) for seed in seeds]
+    several = [kind(made, seed, sampling, patch) for seed in seeds]
     sizes = set()
-    for step in range(steps):
+    for step in range(12):
         budgets = [both.random.choice([1, 2, 5, 9, 24]) for both in several]
         grown: list[Any]
         if step % 2:

@@ -1,0 +1,171 @@
+"""A DFlash or DSpark head in the native library: keys and values of text are one call, and so are blocks.
+
+Text has no queries, so its keys and values are one product for all layers. The rows of a block are native layers' rows
+that see spans of positions, later rows of the block among them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from ctypes import Array, addressof, byref, c_int64
+from typing import Any
+
+import torch
+
+from drafters.heads.layers import Linear, embedding_rows, product
+from drafters.heads.native_parts import NativeParts, packed_head, per_head, runs
+from drafters.heads.weights import Block as BlockWeights
+from specdec.native.library import library
+from specdec.native.types import CContext, CCosSin, CHead
+from specdec.runners.linear import LinearKernel, PackedWeight
+from specdec.runners.native_layers import NativeLayer, NativeLayers, address_of, described_rows
+from specdec.runners.rotary import Rotary
+from specdec.step.batched_rows import rows_of
+from specdec.step.block import Block, Rows
+from specdec.step.cache import KVCache
+from specdec.target import Target
+
+__all__ = ["NativeBlock"]
+
+
+class NativeBlock(NativeParts):
+    """The weights of a head, as the library reads them.
+
+    Args:
+        head: the head's modules.
+        products: of each layer the packed products: queries, keys and values; attention's output; gate and up; down.
+        keyed: keys and values of all layers, layer by layer.
+        fc: the packed product that makes a state of the target's hidden states.
+        last: the product that gives logits; None where only its own module computes them.
+        rotary: the head's rotary positions.
+        embedding: the embedding's weight; None where only its own module embeds.
+
+    Attributes:
+        embeds: whether the library has the embedding; otherwise blocks come with their embeddings.
+        outputs: number of logits; None where the library does not compute them.
+    """
+
+    def __init__(
+        self,
+        head: BlockWeights,
+        products: Sequence[tuple[PackedWeight, ...]],
+        keyed: PackedWeight,
+        fc: PackedWeight,
+        last: PackedWeight | None,
+        rotary: Rotary,
+        embedding: PackedWeight | None,
+    ) -> None:
+        super().__init__(rotary, keyed.dtype)
+        self._config = config = head.config
+        self._embedding, self.embeds = embedding, embedding is not None
+        self.outputs = None if last is None else last.outputs
+        eps, groups, size = config.norm_eps, (config.heads, config.key_heads), config.head_dim
+        layers = list[NativeLayer]()
+        modules: list[Any] = [*head.layers]
+        for layer, own in zip(modules, products, strict=True):
+            norms = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
+            head_norm = per_head(config, layer.self_attn)
+            layers.append(NativeLayer(own, norms, (eps, eps, eps), groups, size, size**-0.5, head_norm))
+        self._hold((keyed, fc, last))
+        self._shape, self._layers = self._hold(NativeLayers(layers)).described
+        norm = self._weights(head.hidden_norm.weight)
+        self._context = CContext(addressof(fc.described), addressof(keyed.described), norm, eps)
+        self._head = None if last is None else CHead(last.described, self._weights(head.norm.weight), eps)
+
+    @classmethod
+    def of(
+        cls, head: BlockWeights, fc: LinearKernel, last: Linear, rotary: Rotary, target: Target
+    ) -> NativeBlock | None:
+        """The head in the library; None where the library cannot run it."""
+        config = head.config
+        if config.conv_kernel or not runs(config, rotary) or not isinstance(fc, PackedWeight):
+            return None
+        layers: list[Any] = [*head.layers]
+        made = [_products(layer) for layer in layers]
+        pairs = [(layer.self_attn.k_proj, layer.self_attn.v_proj) for layer in layers]
+        keyed = product(*[part for pair in pairs for part in pair])
+        packed = [tuple(one for one in own if isinstance(one, PackedWeight)) for own in made]
+        if not isinstance(keyed, PackedWeight) or [*map(len, packed)] != [*map(len, made)]:
+            return None
+        embedding = embedding_rows(head, target, fc.dtype)
+        own = embedding if isinstance(embedding, PackedWeight) else None
+        return cls(head, packed, keyed, fc, packed_head(config, last, target, fc.dtype), rotary, own)
+
+    def absorb(self, text: Rows, features: torch.Tensor, turns: Array[CCosSin] | None = None) -> None:
+        """Store keys and values of T rows of text with ``features`` [T, taps x D].
+
+        ``turns`` are :meth:`turns` of the text's positions, where they are known.
+        """
+        features = features.to("cpu", self.dtype).contiguous()
+        told, kept = described_rows(text, self.turns(text.end) if turns is None else turns)
+        library().specdec_absorb(
+            byref(self._shape),
+            self._layers,
+            byref(self._context),
+            byref(told),
+            features.data_ptr(),
+            torch.get_num_threads(),
+        )
+        del kept  # the library has read it
+
+    def run(
+        self,
+        caches: Sequence[KVCache],
+        features: Sequence[torch.Tensor],
+        tokens: Sequence[int],
+        embedded: torch.Tensor | None,
+        wanted: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states [N, W] of the ``wanted`` rows behind the last norm, and their logits [N, d].
+
+        Where the library does not compute logits, they are None, and the hidden states are those before the last norm.
+
+        Args:
+            caches: of each sequence.
+            features: of each sequence [T, taps x D] for T rows of text that its cache lacks.
+            tokens: of the rows of all blocks.
+            embedded: [rows, W] their embeddings, unless the library ``embeds``.
+            wanted: numbers of rows among them.
+        """
+        size, pairs = self._config.block_size, [*zip(caches, map(len, features), strict=True)]
+        text = rows_of([Block(cache, range(rows)) for cache, rows in pairs])
+        rows = rows_of([Block(cache, range(size), first=rows) for cache, rows in pairs])
+        turns = self.turns(rows.end)
+        self.absorb(text, features[0] if len(features) == 1 else torch.cat([*features]), turns)
+        told, kept = described_rows(rows, turns)
+        ends, spans = [cache.length + own + size for cache, own in pairs], array("i")
+        for layer in range(self._config.layers):
+            for end in ends:
+                for span in self._config.spans(layer, end):
+                    spans.extend(span)
+        told.spans = spans.buffer_info()[0]
+        start, numbers = None, None
+        if self._embedding is None:
+            assert embedded is not None
+            start = embedded.contiguous()
+        else:
+            numbers = (c_int64 * len(tokens))(*tokens)
+            told.tokens, told.embedding = addressof(numbers), addressof(self._embedding.described)
+        out = torch.empty(rows.rows, self._config.width, dtype=self.dtype)
+        logits = None if self.outputs is None else torch.empty(len(wanted), self.outputs, dtype=self.dtype)
+        normed = None if logits is None else torch.empty_like(out)
+        count = len(wanted)
+        library().specdec_run_layers(
+            byref(self._shape), self._layers, byref(told), address_of(start), out.data_ptr(), None, 0,
+            self._config.layers, self._head, address_of(normed), (c_int64 * count)(*wanted), count,
+            address_of(logits), (c_int64 * count)(), 0, None, None, None, None, None, torch.get_num_threads(),
+        )  # fmt: skip
+        del kept, numbers  # the library has read them
+        return (out if normed is None else normed)[[*wanted]], logits
+
+
+def _products(layer: Any) -> tuple[LinearKernel, ...]:
+    """A layer's products, as :class:`NativeLayer` takes them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return (
+        product(attention.q_proj, attention.k_proj, attention.v_proj),
+        product(attention.o_proj),
+        product(mlp.gate_proj, mlp.up_proj),
+        product(mlp.down_proj),
+    )
