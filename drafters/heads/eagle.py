@@ -78,6 +78,11 @@ class Eagle(HeadDrafter):
     def start(self, context: Context) -> EagleSession:
         return EagleSession(self, context)
 
+    def warm_up(self, target: Target, rows: int, sequences: int) -> None:
+        levels = 0 if self.at_once else self.depth - 1  # that run behind the root
+        width = min(WIDTH, self.config.branch, self.config.rows or rows, rows)
+        self.step.warm_up(sequences, width if levels else 0, 1 + width * levels)
+
     def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
         """Run the head for the rows of each sequence."""
         return self.step.guess(brought)
