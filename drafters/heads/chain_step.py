@@ -156,6 +156,7 @@ class ChainStep:
         if self.recorded is None:
             return
         sizes = [1 << power for power in range(bucket(max(nodes, MOST_RECORDED)).bit_length())]
+        most = bucket(width) if width else 0
         caches = [KVCache(self.specs, capacity=1, rows=sizes[-1]) for _ in range(bucket(sequences))]
         hidden = torch.zeros(MOST_RECORDED, self.features, dtype=self.dtype, device=self.device)
         states = torch.zeros(MOST_RECORDED, self.config.width, dtype=self.dtype, device=self.device)
@@ -163,9 +164,7 @@ class ChainStep:
             if each > MOST_RECORDED or (count > 1 and each > 1 and count * each > _WARM_ROWS):
                 continue
             self.guess([Nodes(Block(own, [0] * each, device=self.device), hidden[:each]) for own in caches[:count]])
-            for whole in (
-                size for size in sizes if width and each <= min(size, bucket(width)) and size <= bucket(nodes)
-            ):
+            for whole in (size for size in sizes if each <= most and each <= size <= bucket(nodes)):
                 tree: Any = {}
                 if each < whole:
                     tree = {"parents": range(-1, whole - 1), "depths": range(whole), "first": whole - each}

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from drafters.heads.drawing import Ranks, drawn, planned
+from drafters.heads.drawing import drawn, planned
 from drafters.heads.growth import Growth
 from drafters.heads.native_growth import Grown
+from drafters.shared.ranks import Ranks
 from drafters.shared.scored_tree import Guesses
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from specdec.costs.curve import pass_price
