@@ -39,12 +39,14 @@ class DraftVocabulary:
     Attributes:
         tokens: [d] int64, ascending, or None.
         head: the target's head over these tokens, [..., D] to [..., d].
+        size: d.
     """
 
     head: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, tokens: torch.Tensor | None, target: Target) -> None:
         self.tokens, self._size = tokens, target.vocab_size
+        self.size = target.vocab_size if tokens is None else len(tokens)
         self.head = target.head if tokens is None else target.head_of(tokens)
         self._listed: list[int] | None = None if tokens is None else tokens.tolist()
 

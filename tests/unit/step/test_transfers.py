@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+from drafters.heads.eagle import Eagle
 from drafters.kangaroo.drafter import Kangaroo, KangarooSession
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.costs.curve import roofline
@@ -498,6 +499,50 @@ def test_a_round_that_nothing_stops_stays_on_the_device(
     for step, counts in steps:
         most = 1 + (step.rows > 1) * (step.rows + more)
         assert counts in [{"in": copies, "out": 1} for copies in {most, max(1, most - 1)}], (step.rows, counts)
+
+
+@pytest.mark.parametrize("sampling", [None, *SETTLED[1:2], *SETTLED[4:5]])
+def test_the_passes_of_a_head_copy_in_once_and_read_nothing(
+    sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Of heads of every kind, chains and trees, greedy, matched and drawn."""
+    target, patch = target_of("llama"), request.getfixturevalue("monkeypatch")
+    plain = Engine(target).generate(PROMPT, NEW, sampling).token_ids
+    settled = [options for options in settings_of("eagle", target, tmp_path) if not options.get("min_chance")]
+    assert len(settled) == 4
+    mode, guess, passes = request.getfixturevalue("transfers"), Eagle.guess, [0]
+
+    def counted(own: Eagle, brought: Any) -> Any:
+        passes[0] += 1
+        return guess(own, brought)
+
+    patch.setattr(Eagle, "guess", counted)
+    most = 0
+    for options in settled:
+        engine = Engine(target, None, options, max_rows=24, policy="off")
+        got, steps = steps_of(engine, sampling, mode)
+        assert got == plain or (sampling is not None and sampling.acceptance == "reject")
+        most = max(most, *(counts["in"] for _, counts in steps))
+        assert all(counts["out"] == 1 for _, counts in steps), [counts for _, counts in steps]
+        assert sum(counts["in"] for _, counts in steps) == len(steps) + passes[0]
+        passes[0] = 0
+    assert most > 4
+
+
+def test_where_a_head_s_chances_are_compared_its_levels_are_read(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    target = target_of("llama")
+    options = next(options for options in settings_of("eagle", target, tmp_path) if options.get("min_chance"))
+    cases = ((None, options), (SamplingParams(**PENALTY), {**options, "min_chance": 0.0}))
+    made = [[Engine(target, None, chosen, max_rows=24, policy="off") for _, chosen in cases] for _ in range(2)]
+    expected = [steps_of(engine, sampling, None) for engine, (sampling, _) in zip(made[0], cases, strict=True)]
+    mode = request.getfixturevalue("transfers")
+    for engine, (sampling, _), (text, drafted) in zip(made[1], cases, expected, strict=True):
+        got, steps = steps_of(engine, sampling, mode)
+        assert got == text
+        assert [step.rows for step, _ in steps] == [step.rows for step in drafted]
+        assert max(counts["out"] for _, counts in steps) > 2
 
 
 @pytest.mark.parametrize("acceptance", ["match", "reject"])
