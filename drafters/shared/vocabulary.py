@@ -80,7 +80,7 @@ def processed(scores: torch.Tensor, ids: torch.Tensor, processors: Iterable[Any]
     return scores
 
 
-def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float) -> torch.Tensor:
+def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     """Logits of the tokens that the target will draw, from guessed ``scores`` that are divided by the temperature.
 
     Where the target draws with the same ``noise``, the largest sum of a score and its noise is a guess of the drawn
