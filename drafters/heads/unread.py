@@ -40,8 +40,10 @@ class UnreadSession(HeadSession):
     def _grow(self, most: int, deepest: int) -> Passes[Draft]:
         if not self._stays:
             return (yield from super()._grow(most, deepest))
-        shape = self._settle(most, min(deepest, most))
-        yield from self._begin(len(shape.levels))
+        shape = self._settle(most, min(deepest, most)) if self._at_once else None
+        yield from self._begin(deepest if shape is None else len(shape.levels))
+        if shape is None:  # settled while a device runs the root
+            shape = self._settle(most, min(deepest, most))
         tokens, q, above, first = [self._root], dict[int, torch.Tensor](), [0], 0
         for depth, level in enumerate(shape.levels):
             wanted = rows_at(tokens[-1], [row - first for row in level])

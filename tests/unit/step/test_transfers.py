@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from drafters.heads.eagle import Eagle
 from drafters.kangaroo.drafter import Kangaroo, KangarooSession
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.costs.curve import roofline
@@ -34,7 +33,7 @@ from specdec.sampling import processors
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.sampling.verify import match
-from specdec.step import device_copies
+from specdec.step import device_copies, forward_passes
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
 from specdec.step.tree import ancestors
@@ -509,15 +508,16 @@ def test_the_passes_of_a_head_copy_in_once_and_read_nothing(
     target, patch = target_of("llama"), request.getfixturevalue("monkeypatch")
     plain = Engine(target).generate(PROMPT, NEW, sampling).token_ids
     settled = [options for options in settings_of("eagle", target, tmp_path) if not options.get("min_chance")]
-    assert len(settled) == 4
-    mode, guess, passes = request.getfixturevalue("transfers"), Eagle.guess, [0]
+    several = settings_of("mtp", target, tmp_path)  # of which two have one layer
+    settled += [several[0], several[2]]
+    assert len(settled) == 6
+    mode, run_together, passes, most = request.getfixturevalue("transfers"), forward_passes.run_together, [0], 0
 
-    def counted(own: Eagle, brought: Any) -> Any:
-        passes[0] += 1
-        return guess(own, brought)
+    def counted(waiting: Sequence[Any]) -> Any:
+        passes[0] += len(waiting)
+        return run_together(waiting)
 
-    patch.setattr(Eagle, "guess", counted)
-    most = 0
+    patch.setattr(forward_passes, "run_together", counted)
     for options in settled:
         engine = Engine(target, None, options, max_rows=24, policy="off")
         got, steps = steps_of(engine, sampling, mode)
