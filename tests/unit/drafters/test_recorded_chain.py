@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ import torch
 from drafters.heads.chain_step import ChainStep, Guess, Nodes
 from drafters.heads.loading import load_head
 from drafters.shared.vocabulary import DraftVocabulary
-from specdec import TransformersTarget
+from specdec import Engine, TransformersTarget
+from specdec.drafting.registry import make_drafter
 from specdec.errors import SpecdecWarning
 from specdec.step import device_copies
 from specdec.step.block import Block
 from specdec.step.cache import KVCache
 from tests import heads
-from tests.launching import Recorder, fused, launch
+from tests.launching import Kernels, Recorder, fused, launch
 from tests.models import VOCAB, new_model, prompt_of
+from tests.unit.runners.test_launches import Launches
 
 SIZE = 32
 WINDOW = {"sliding_window": 3, "layer_types": ["sliding_attention"], "use_sliding_window": True}
@@ -157,3 +160,49 @@ def test_a_pass_that_cannot_be_recorded_is_launched(tmp_path: Path, recorder: Re
     assert str(recorded.recorded.failed).startswith("RuntimeError")
     for own, other in zip(ours, passes(Texts(launched, "eagle3")), strict=True):
         assert (own - other).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize(("recorded", "each", "limit"), [(True, 10, 50), (False, 37, 122)])
+def test_a_pass_is_ten_launches(
+    recorded: bool, each: int, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a chain of three tokens and the step that verifies it; and what they are where passes are launched."""
+    mode, torch_s, passes = Launches(), Kernels(), list[int]()
+    names = ("add_norm", "turn_and_store", "gate", "step_attention", "paths", "pick")
+    kernels = SimpleNamespace(**{name: mode.one(name, getattr(torch_s, name)) for name in names})
+    kernels.segments_of = torch_s.segments_of
+    recorder = launch(monkeypatch, kernels)
+    monkeypatch.setattr(device_copies, "address", torch_s.address)
+    record, guess = recorder.record, ChainStep.guess
+
+    def one(work: Any) -> Any:
+        outcome, replay = record(work)
+        return outcome, mode.one("graph", replay)
+
+    def counted(own: ChainStep, brought: Any) -> Any:
+        known = len(mode.names)
+        found = guess(own, brought)
+        passes.append(len(mode.names) - known)
+        return found
+
+    monkeypatch.setattr(recorder, "record", one)
+    monkeypatch.setattr(ChainStep, "guess", counted)
+    target = fused(new_model("llama", DTYPE))
+    folder = heads.write(tmp_path, *KINDS["from the norm"]())
+    options = {"name": "eagle", "head": str(folder), "branch": 1, "tokens": 3, "min_chance": 0.0}
+    drafter: Any = make_drafter(options, target)
+    if not recorded:
+        drafter.step.recorded = None
+    decoding = Engine(target, None, drafter, max_rows=24, policy="off").start(prompt_of(9), 20)
+    with target.active():
+        decoding.prefill()
+        for _ in range(2):
+            decoding.step()
+        mode.names.clear()
+        passes.clear()
+        with mode:
+            decoding.step()
+    assert mode.names.count("graph") == 1 + 3 * recorded
+    assert len(passes) == 3
+    assert max(passes) <= each, passes
+    assert len(mode.names) <= limit, len(mode.names)

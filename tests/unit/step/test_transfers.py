@@ -223,7 +223,8 @@ def test_one_copy_in_for_any_number_of_sequences(
 
 
 @pytest.mark.parametrize(
-    ("drafter", "sampling"), each_once(["none", "token_recycling", "medusa", "kangaroo"], [None, SAMPLED])
+    ("drafter", "sampling"),
+    each_once(["none", "token_recycling", "medusa", "kangaroo", "eagle", "mtp"], [None, SAMPLED]),
 )
 def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
