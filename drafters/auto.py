@@ -26,8 +26,8 @@ class AutoConfig(MergedConfig):
 
 class Auto(Merged):
     """The parts, built. Where none are named, the model's own multi-token-prediction layers are one if its checkpoint
-    has them. So is the EAGLE head in this package, if there is one for the model and native CPU layers run it, or else
-    the package's Medusa heads for it.
+    has them. So is the EAGLE head in this package, if there is one for the model, where a pass of it is one call: of
+    native CPU layers, or of a graph on a GPU. Else the package's Medusa heads for the model are.
     """
 
     name = "auto"
@@ -45,8 +45,8 @@ class Auto(Merged):
             except CheckpointError as error:
                 warnings.warn(f"auto drafts without the model's own layers: {error}", SpecdecWarning, stacklevel=2)
         with suppress(CheckpointError):  # the heads in the package may be for another model
-            head = make_drafter("eagle", target)
-            if isinstance(head, Eagle) and head.is_native:  # else each of its passes is many launches
+            head = make_drafter("eagle", target) if Eagle.may_be_one_call(target) else None
+            if isinstance(head, Eagle) and head.is_one_call:  # else each of its passes is many launches
                 return [*parts, head]
         with suppress(CheckpointError):
             parts.append(make_drafter("medusa", target))

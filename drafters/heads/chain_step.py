@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from itertools import product as product_of
 from typing import Any
 
 import torch
 
 from drafters.heads.layers import LayerStep, Linear, embedding_of, normed, product, rotary_of, specs_of
 from drafters.heads.native_chain import NativeChain
+from drafters.heads.recorded_chain import MOST_RECORDED, RecordedChain
 from drafters.heads.weights import Chain
 from specdec.runners.attention import attend, attend_all
 from specdec.runners.linear import linear_kernel
+from specdec.step import device_copies
 from specdec.step.batched_rows import rows_of
 from specdec.step.block import Block, Rows
+from specdec.step.cache import KVCache
+from specdec.step.visibility import bucket
 from specdec.target import Target
 
 __all__ = ["ChainStep", "Guess", "Nodes"]
+
+_WARM_ROWS = 64  # of several sequences, in passes that are recorded beforehand
+Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,13 +64,17 @@ class ChainStep:
 
     Attributes:
         config: the head's config.
+        features: width of the target's hidden states that a row reads.
         native: the head in the native library; None where torch runs it.
+        layers: its layers where torch runs them.
+        recorded: its passes as graphs on a CUDA device; None where they are launched one by one.
         mask_state: [1, W] the hidden state for all depths behind the first, in heads that draft all depths at once.
         weights: number of weights that a pass reads.
     """
 
     def __init__(self, head: Chain, target_head: Linear, target: Target) -> None:
         self.config = config = head.config
+        self.features = config.hidden_size * len(config.taps)
         like = next(head.layers.parameters())
         self.device, self.dtype = like.device, like.dtype
         self._embed = embedding_of(head, target)
@@ -71,7 +83,7 @@ class ChainStep:
         layers: list[Any] = [*head.layers]
         self._rotary = rotary_of(config, self.device)
         self.native = NativeChain.of(head, self._fc, self._head, self._rotary, target)
-        self._layers = [] if self.native is not None else [LayerStep(layer, config) for layer in layers]
+        self.layers = [] if self.native is not None else [LayerStep(layer, config) for layer in layers]
         self._norms = [
             (
                 layer.input_layernorm.weight.detach() if hasattr(layer, "input_layernorm") else None,
@@ -88,39 +100,76 @@ class ChainStep:
         self.specs = specs_of(config, self.device, self.dtype)
         mask = head.mask_hidden.detach()[None] if config.kind == "peagle" else None
         self.mask_state = None if mask is None else self.fused(mask)
+        recording = getattr(target, "recording", None) if self.layers else None
+        self.recorded: RecordedChain | None = None
+        if recording is not None:
+            parts: Any = {"fused": self.fused, "through": self.through, "ends": self.ends}
+            self.recorded = RecordedChain(config, recording, self._rotary, mask, **parts)
         size = (config.draft_vocab or config.vocab_size) * config.width
         self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
 
-    def fused(self, features: torch.Tensor) -> torch.Tensor:
+    def fused(self, features: torch.Tensor, norm: Norm = normed) -> torch.Tensor:
         """[T, W] the combination of the target's hidden states [T, taps x D]."""
         features = features.to(self.device, self.dtype)
         if self._input_norms:
             parts = features.chunk(len(self._input_norms), -1)
             pairs = zip(parts, self._input_norms, strict=True)
-            features = torch.cat([normed(part, weight, self.config.norm_eps) for part, weight in pairs], -1)
+            features = torch.cat([norm(part, weight, self.config.norm_eps) for part, weight in pairs], -1)
         return features if self.config.kind == "eagle" or self._fc is None else self._fc(features)
 
-    def embedded(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[N, W] the embeddings of tokens."""
-        return self._embed(tokens).to(self.device, self.dtype)
+    def embedded(self, rows: Rows) -> torch.Tensor:
+        """[T, W] the embeddings of the rows' tokens; those that a device drafted are not read."""
+        there = device_copies.is_apart(self.device)
+        return self._embed(rows.tokens[0] if there else rows.ids).to(self.device, self.dtype)
 
     @torch.no_grad()
     def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
         """Run each sequence's rows; keys and values of all rows are stored."""
         rows, asked = rows_of([one.block for one in brought]), [one.asked for one in brought]
-        logits: torch.Tensor | None = None
-        if (native := self.native) is not None:
-            embedded = None if native.embeds else self.embedded(rows.ids)
-            sources = [(one.features, one.states) for one in brought]
-            logits, onward = native.guess(rows, sources, embedded, _wanted(rows, asked))
+        native, logits = self.native, None
+        embedded = torch.empty(0) if native is not None and native.embeds else self.embedded(rows)
+        sources = [(one.features, one.states) for one in brought]
+        if native is not None:
+            logits, onward = native.guess(rows, sources, None if native.embeds else embedded, _wanted(rows, asked))
+        elif self.recorded is not None and (found := self.recorded.run(rows, sources, embedded)) is not None:
+            logits, onward = (_picked(every, rows, asked) for every in found)
         else:
-            onward = self._run(rows, self.embedded(rows.ids), self._states(brought), asked)
+            onward = self._run(rows, embedded, self._states(brought), asked)
         if logits is None:
-            last = onward if self._last_norm is None else normed(onward, self._last_norm, self.config.norm_eps)
-            logits, onward = self._head(last), last if self.config.norm_output else onward
+            logits, onward = self.ends(onward)
         if len(brought) == 1:
             return [Guess(logits, onward)]
         return [Guess(*part) for part in zip(torch.split(logits, asked), torch.split(onward, asked), strict=True)]
+
+    def ends(self, hidden: torch.Tensor, norm: Norm = normed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [N, d] behind the hidden states of the layers [N, W], and the states that the next level reads."""
+        last = hidden if self._last_norm is None else norm(hidden, self._last_norm, self.config.norm_eps)
+        return self._head(last), last if self.config.norm_output else hidden
+
+    def warm_up(self, sequences: int, width: int, nodes: int) -> None:
+        """Record the passes of up to ``sequences`` sequences beforehand.
+
+        Args:
+            width: most rows of a level.
+            nodes: most rows of a draft that run, the root included.
+        """
+        if self.recorded is None:
+            return
+        sizes = [1 << power for power in range(bucket(max(nodes, MOST_RECORDED)).bit_length())]
+        most = bucket(width) if width else 0
+        caches = [KVCache(self.specs, capacity=1, rows=sizes[-1]) for _ in range(bucket(sequences))]
+        hidden = torch.zeros(MOST_RECORDED, self.features, dtype=self.dtype, device=self.device)
+        states = torch.zeros(MOST_RECORDED, self.config.width, dtype=self.dtype, device=self.device)
+        for count, each in product_of((1 << power for power in range(len(caches).bit_length())), sizes):
+            if each > MOST_RECORDED or (count > 1 and each > 1 and count * each > _WARM_ROWS):
+                continue
+            self.guess([Nodes(Block(own, [0] * each, device=self.device), hidden[:each]) for own in caches[:count]])
+            for whole in (size for size in sizes if each <= most and each <= size <= bucket(nodes)):
+                tree: Any = {}
+                if each < whole:
+                    tree = {"parents": range(-1, whole - 1), "depths": range(whole), "first": whole - each}
+                blocks = [Block(own, [0] * each, device=self.device, **tree) for own in caches[:count]]
+                self.guess([Nodes(block, states=states[:each], asked=each) for block in blocks])
 
     def _states(self, brought: Sequence[Nodes]) -> torch.Tensor:
         """[T, W] the states of all rows."""
@@ -136,28 +185,54 @@ class ChainStep:
 
     def _run(self, rows: Rows, embedded: torch.Tensor, states: torch.Tensor, asked: Sequence[int]) -> torch.Tensor:
         """[N, W] states of the asked rows, the last ones of each part, before the last norm."""
-        eps, (cos, _, signed_sin) = self.config.norm_eps, self._rotary.look_up(rows, embedded)
+        cos, _, signed_sin = self._rotary.look_up(rows, embedded)
         angles, wanted = (cos, signed_sin), _wanted(rows, asked)
-        residual = states
+        narrows = len(wanted) < rows.rows
+
+        def attended(place: int, layer: LayerStep, inputs: torch.Tensor) -> torch.Tensor:
+            rows.store(*layer.keys_values(inputs, angles), place)
+            if narrows and place == len(self.layers) - 1:
+                return layer.attended(self._last(rows, layer, place, inputs, angles, asked))
+            found = attend(layer.queries(inputs, angles), rows, place, self.config.head_dim**-0.5)
+            return layer.attended(found)
+
+        return self.through(embedded, states, attended, wanted=wanted if narrows else None)
+
+    def through(
+        self,
+        embedded: torch.Tensor,
+        states: torch.Tensor,
+        attended: Callable[[int, LayerStep, torch.Tensor], torch.Tensor],
+        *,
+        norm: Norm = normed,
+        wanted: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """[N, W] states behind the layers, from embeddings and states [T, W].
+
+        Args:
+            attended: what a layer's attention adds, [T, W], by its place, the layer and its inputs. Of the last layer
+                it has the ``wanted`` rows only.
+            norm: an RMS norm.
+            wanted: rows that are wanted of the last layer; None for all.
+        """
+        eps, residual = self.config.norm_eps, states
         if self.config.kind == "eagle":
             assert self._fc is not None
             residual = self._fc(torch.cat((embedded, states), -1))
-        for place, (layer, (input_norm, after)) in enumerate(zip(self._layers, self._norms, strict=True)):
+        for place, (layer, (input_norm, after)) in enumerate(zip(self.layers, self._norms, strict=True)):
             inputs = residual
             if not place and self._hidden_norm is not None:
                 assert input_norm is not None
-                hidden = normed(residual, self._hidden_norm, eps)
+                hidden = norm(residual, self._hidden_norm, eps)
                 residual = hidden if self.config.norm_before_residual else residual
-                inputs = torch.cat((normed(embedded, input_norm, eps), hidden), -1)
+                inputs = torch.cat((norm(embedded, input_norm, eps), hidden), -1)
             elif input_norm is not None:
-                inputs = normed(residual, input_norm, eps)
-            rows.store(*layer.keys_values(inputs, angles), place)
-            if place == len(self._layers) - 1 and len(wanted) < rows.rows:
-                found, residual = self._last(rows, layer, place, inputs, angles, asked), residual[wanted]
-            else:
-                found = attend(layer.queries(inputs, angles), rows, place, self.config.head_dim**-0.5)
-            residual = residual + layer.attended(found)
-            residual = residual + layer.mlp(normed(residual, after, eps))
+                inputs = norm(residual, input_norm, eps)
+            more = attended(place, layer, inputs)
+            if wanted is not None and place == len(self.layers) - 1:
+                residual = device_copies.pick(residual, wanted)
+            residual = residual + more
+            residual = residual + layer.mlp(norm(residual, after, eps))
         return residual
 
     def _last(
@@ -188,3 +263,9 @@ def _wanted(rows: Rows, asked: Sequence[int]) -> list[int]:
     """The last rows of each part, as many as are asked for."""
     ends = accumulate(part.rows for part, _, _ in rows.parts)
     return [row for end, count in zip(ends, asked, strict=True) for row in range(end - count, end)]
+
+
+def _picked(every: torch.Tensor, rows: Rows, asked: Sequence[int]) -> torch.Tensor:
+    """The asked rows, the last ones of each part, of all rows [T, ...]; sliced, as an index would cost a copy."""
+    parts = [every[last - count : last] for (_, _, last), count in zip(rows.parts, asked, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -25,9 +25,13 @@ from drafters.heads.chain_step import ChainStep, Guess, Nodes
 from drafters.heads.growing import WIDTH, Behind, HeadOptions
 from drafters.heads.growth import Growth
 from drafters.heads.native_growth import Grown, NativeGrowth, Waiting, grow
-from drafters.heads.session import HeadDrafter, HeadSession
+from drafters.heads.session import HeadDrafter
+from drafters.heads.settled import Settled
+from drafters.heads.unread import UnreadSession, rows_at
 from drafters.heads.weights import Chain, HeadWeights
 from specdec.drafter import Context
+from specdec.native.library import library
+from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.tree import Draft
 from specdec.target import Target
@@ -71,12 +75,25 @@ class Eagle(HeadDrafter):
         self.mask_token = head.config.mask_token
 
     @property
-    def is_native(self) -> bool:
-        """Whether one native call runs a pass."""
-        return self.step.native is not None
+    def is_one_call(self) -> bool:
+        """Whether a pass is one call, of the native library or of a recorded graph, and not many launches."""
+        recorded = self.step.recorded
+        return self.step.native is not None or (recorded is not None and recorded.failed is None)
+
+    @staticmethod
+    def may_be_one_call(target: Target) -> bool:
+        """The same of a head that is not loaded yet; False where it cannot be."""
+        if device_copies.is_apart(target.head_device):
+            return getattr(target, "recording", None) is not None
+        return library() is not None
 
     def start(self, context: Context) -> EagleSession:
         return EagleSession(self, context)
+
+    def warm_up(self, target: Target, rows: int, sequences: int) -> None:
+        levels = 0 if self.at_once else self.depth - 1  # that run behind the root
+        width = min(WIDTH, self.config.branch, self.config.rows or rows, rows)
+        self.step.warm_up(sequences, width if levels else 0, 1 + width * levels)
 
     def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
         """Run the head for the rows of each sequence."""
@@ -88,7 +105,7 @@ class Eagle(HeadDrafter):
         return grow(self.step.native, several)
 
 
-class EagleSession(HeadSession):
+class EagleSession(UnreadSession):
     def __init__(self, drafter: Eagle, context: Context) -> None:
         step, config = drafter.step, drafter.config
         rows = WIDTH * drafter.depth + 1
@@ -98,6 +115,7 @@ class EagleSession(HeadSession):
         self._level: Sequence[int] = []
         native = step.native
         grows = native is not None and native.grows and not drafter.at_once
+        self._stays = self._stays and native is None
         self._waits = Waiting(native) if native is not None and grows and self._plain and not self._draws else None
 
     def _grow(self, most: int, deepest: int) -> Passes[Draft]:
@@ -142,12 +160,29 @@ class EagleSession(HeadSession):
             block = self._own.text_block(tokens)
             self._guess = yield Pass(drafter.guess, Nodes(block, features))
             self._own.read_text(block)
+            if self._stays:
+                self._root = block.tokens[0, -1:]
             return
         masks, state = deepest - 1, self._step.mask_state  # behind the root's row; their keys and values are not kept
         assert state is not None
         block = self._own.text_block([*tokens, *[drafter.mask_token] * masks])
         self._guess = yield Pass(drafter.guess, Nodes(block, features, state.expand(masks, -1), asked=masks + 1))
         self._own.cache.commit(range(len(features)))
+        if self._stays:
+            self._root = block.tokens[0, len(features) - 1 : len(features)]
+
+    def _logits_there(
+        self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor
+    ) -> Passes[torch.Tensor]:
+        assert self._guess is not None
+        level = shape.levels[depth]
+        if self._drafter.at_once:
+            return self._guess.logits[depth].expand(len(level), -1)
+        if depth:
+            states = rows_at(self._guess.states, [above.index(shape.parents[row]) for row in level])
+            block = self._own.draft_block(level, shape.parents, device_copies.Later(tokens))
+            self._guess = yield Pass(self._drafter.guess, Nodes(block, states=states, asked=len(level)))
+        return self._guess.logits
 
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
         depth = grown.depths[level[0]]
@@ -155,7 +190,7 @@ class EagleSession(HeadSession):
         if self._drafter.at_once:  # the distribution does not depend on the tokens above it
             return Behind(self._guess.logits[depth][None])
         if depth:
-            states = self._guess.states[[self._level.index(grown.parents[node]) for node in level]]
+            states = rows_at(self._guess.states, [self._level.index(grown.parents[node]) for node in level])
             block = self._own.draft_block(level, grown.parents, [grown.tokens[node] for node in level])
             self._guess = yield Pass(self._drafter.guess, Nodes(block, states=states, asked=len(level)))
         self._level = level

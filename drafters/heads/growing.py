@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from drafters.heads.drawing import Ranks, drawn, planned
+from drafters.heads.drawing import drawn, planned
 from drafters.heads.growth import Growth
 from drafters.heads.native_growth import Grown
+from drafters.heads.settled import Settled
+from drafters.shared.ranks import Ranks
 from drafters.shared.scored_tree import Guesses
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from specdec.costs.curve import pass_price
@@ -105,7 +107,8 @@ class GrowingSession(BatchedSession):
         self._least: float | None = options.min_chance
         self._branch, self._rows = options.branch, options.rows or _MOST
         self._deepest, self._at_once = depth, at_once
-        self._grown: Growth | Grown | None = None
+        self._grown: Growth | Grown | Settled | None = None
+        self._stays = False  # whether rounds stay on a device; their shapes are settled beforehand
         self._passes = 0
         params = context.sampling
         self._temperature, self._processors = params.temperature, params.processors()
@@ -122,7 +125,8 @@ class GrowingSession(BatchedSession):
         self._least_reach = self._prices.least_reach(length, max(self._most, 1), _FAINT)
         self._right, self._promised = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
         self._accepted, self._guesses = _ACCEPTED * _PRIOR_WEIGHT, _PRIOR_WEIGHT
-        self._ranks = Ranks(min(self._branch, max(self._most, 1)), _ACCEPTED, _PRIOR_WEIGHT)  # of drawn children
+        # Of children that are drawn, or whose number is settled.
+        self._ranks = Ranks(min(self._branch, max(self._most, 1)), _ACCEPTED, _PRIOR_WEIGHT)
 
     def _ready(self) -> bool:
         """Begin a round; returns whether the head has anything to guess from."""
@@ -216,7 +220,7 @@ class GrowingSession(BatchedSession):
             self._right += promised > 0 and right == children[0]
             self._guesses += 1
             self._accepted += right is not None
-            if self._draws:
+            if self._draws or self._stays:
                 self._ranks.learn([grown.tokens[child] for child in children], token)
             if right is None:
                 break

@@ -18,8 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from drafters.heads.config import HeadConfig
 from drafters.heads.weights import HeadWeights, Layer
 from specdec.errors import CheckpointError, first_line, shown
-from specdec.runners.linear import LinearKernel, PackedWeight, linear_kernel
+from specdec.runners.linear import DenseLinear, LinearKernel, PackedWeight, linear_kernel
 from specdec.runners.rotary import Rotary, rotate
+from specdec.step import device_copies
 from specdec.step.cache import LayerSpec
 from specdec.target import Target
 
@@ -30,9 +31,14 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 def product(*parts: nn.Linear) -> LinearKernel:
     """One product for several linears with the same input."""
+    return linear_kernel(*_joined(parts))
+
+
+def _joined(parts: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weights, and the biases, of several linears."""
     biases = [part.bias for part in parts if part.bias is not None]
     bias = torch.cat([bias.detach() for bias in biases]) if biases else None
-    return linear_kernel(torch.cat([part.weight.detach() for part in parts]), bias)
+    return torch.cat([part.weight.detach() for part in parts]), bias
 
 
 def normed(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -48,17 +54,30 @@ class LayerStep:
     Args:
         layer: its weights; not needed afterwards.
         config: the head's config.
+
+    Attributes:
+        head_norms: weights of the norms of each head's queries and keys, and their epsilon; None without.
     """
 
     def __init__(self, layer: Layer, config: HeadConfig) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._config = config
-        self._q, self._kv = product(attention.q_proj), product(attention.k_proj, attention.v_proj)
+        parts, inner = (attention.q_proj, attention.k_proj, attention.v_proj), config.heads * config.head_dim
+        self._qkv: LinearKernel | None = None
+        self._q: LinearKernel
+        self._kv: LinearKernel
+        if device_copies.is_apart(attention.q_proj.weight.device):  # one product there, whose parts are views
+            self._qkv = whole = DenseLinear(*_joined(parts))
+            cuts = slice(inner), slice(inner, None)
+            both = [(whole.weight[own], None if whole.bias is None else whole.bias[own]) for own in cuts]
+            self._q, self._kv = (DenseLinear(*one) for one in both)
+        else:
+            self._q, self._kv = product(parts[0]), product(*parts[1:])
         self._out = product(attention.o_proj)
         self._gate_up, self._down = product(mlp.gate_proj, mlp.up_proj), product(mlp.down_proj)
-        self._head_norms = (
-            (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if config.qk_norm else None
-        )
+        self.head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        if config.qk_norm:
+            self.head_norms = attention.q_norm.weight.detach(), attention.k_norm.weight.detach(), config.norm_eps
         self._activation = ACT2FN[config.activation]
 
     def queries(self, inputs: torch.Tensor, angles: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -71,9 +90,17 @@ class LayerStep:
         keys, values = self._split(self._kv(inputs)).chunk(2)
         return rotate(self._head_normed(keys, 1), *angles)[None], values[None]
 
+    def heads(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[T, (Hq + 2 Hk) d] queries, keys and values, not normed or rotated yet."""
+        return torch.cat((self._q(inputs), self._kv(inputs)), -1) if self._qkv is None else self._qkv(inputs)
+
     def attended(self, found: torch.Tensor) -> torch.Tensor:
         """[T, D] the output projection of attention outputs [1, Hq, T, d]."""
-        return self._out(found[0].transpose(0, 1).flatten(1))
+        return self.projected(found[0].transpose(0, 1).flatten(1))
+
+    def projected(self, mixed: torch.Tensor) -> torch.Tensor:
+        """[T, D] the output projection of attention outputs [T, Hq d]."""
+        return self._out(mixed)
 
     def mlp(self, inputs: torch.Tensor) -> torch.Tensor:
         """[T, D] the MLP's output for normed states."""
@@ -85,9 +112,9 @@ class LayerStep:
         return states.view(len(states), -1, self._config.head_dim).transpose(0, 1)
 
     def _head_normed(self, heads: torch.Tensor, which: int) -> torch.Tensor:
-        if self._head_norms is None:
+        if self.head_norms is None:
             return heads
-        return normed(heads, self._head_norms[which], self._config.norm_eps)
+        return normed(heads, self.head_norms[:2][which], self._config.norm_eps)
 
 
 def rotary_of(config: HeadConfig, device: torch.device) -> Rotary:
@@ -121,12 +148,21 @@ def specs_of(config: HeadConfig, device: torch.device, dtype: torch.dtype, *, wi
     ]
 
 
-def embedding_of(head: HeadWeights, target: Target) -> Callable[[Sequence[int]], torch.Tensor]:
-    """The function from tokens [N] to embeddings [N, D]: the head's own embedding, or else the target's."""
+def embedding_of(head: HeadWeights, target: Target) -> Callable[[Sequence[int] | torch.Tensor], torch.Tensor]:
+    """The function from tokens [N] to embeddings [N, D]: the head's own embedding, or else the target's.
+
+    Tokens may be a tensor on a device.
+    """
     if not head.config.own_embedding:
         return target.embed
     weight = head.embed_tokens.weight.detach()
-    return lambda tokens: weight[torch.tensor([*tokens], device=weight.device)]
+
+    def embed(tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        if not isinstance(tokens, torch.Tensor):
+            tokens = torch.tensor([*tokens], device=weight.device)
+        return weight[tokens.to(weight.device)]
+
+    return embed
 
 
 def embedding_rows(head: HeadWeights, target: Target, dtype: torch.dtype) -> PackedWeight | torch.Tensor | None:

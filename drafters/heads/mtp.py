@@ -25,7 +25,9 @@ from drafters.heads.growing import WIDTH, Behind, HeadOptions
 from drafters.heads.growth import Growth
 from drafters.heads.mtp_layout import MtpTensors, find_mtp, has_mtp
 from drafters.heads.mtp_step import MtpStep
-from drafters.heads.session import CHUNK, HeadDrafter, HeadSession
+from drafters.heads.session import CHUNK, HeadDrafter
+from drafters.heads.settled import Settled
+from drafters.heads.unread import UnreadSession
 from drafters.heads.weights import FORMAT, WEIGHTS
 from drafters.shared.fingerprint import fingerprint
 from drafters.shared.weights import WeightsConfig, check_fit, reading, save_weights
@@ -33,6 +35,7 @@ from specdec.drafter import Context
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.loading import model_source
 from specdec.models.transformers_target import TransformersTarget
+from specdec.step import device_copies
 from specdec.step.block import Block
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Pass, Passes
@@ -182,7 +185,7 @@ def _switches(found: MtpTensors) -> dict[str, Any]:
     return {"hidden_first": found.hidden_first, "repeated": found.repeated, "depth": found.depth}
 
 
-class MtpSession(HeadSession):
+class MtpSession(UnreadSession):
     def __init__(self, drafter: Mtp, context: Context) -> None:
         step, options = drafter.step, drafter.config
         rows = WIDTH * drafter.depth + 1
@@ -191,6 +194,7 @@ class MtpSession(HeadSession):
         text = context.prompt_length + context.remaining
         more = max(rows + (options.rows or 0), min(CHUNK, text)) + rows
         self._later = [_Later(KVCache([spec], capacity=text, rows=more)) for spec in step.specs[1:]]
+        self._stays = self._stays and not self._later  # a later layer's rows have tokens of the text and of the draft
         self._logits: torch.Tensor | None = None  # behind the latest level's nodes
         self._states = dict[int, torch.Tensor]()  # node -> output of the latest layer
         self._stage = 0
@@ -243,8 +247,21 @@ class MtpSession(HeadSession):
         block = self._own.text_block(self._tokens_of(features))
         guess: Guess = yield Pass(self._step.stages[0], Nodes(block, features))
         self._own.read_text(block)
+        if self._stays:
+            self._root = block.tokens[0, -1:]
         self._hand_on(0, first, guess.states)
         self._logits, self._states, self._stage = guess.logits, {0: guess.states[-1:]}, 0
+
+    def _logits_there(
+        self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor
+    ) -> Passes[torch.Tensor]:
+        level = shape.levels[depth]
+        if depth:
+            states = torch.cat([self._states[shape.parents[row]] for row in level])
+            block = self._own.draft_block(level, shape.parents, device_copies.Later(tokens))
+            yield from self._run(Nodes(block, states=states, asked=len(level)), level)
+        assert self._logits is not None
+        return self._logits
 
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
         depth, most = grown.depths[level[0]], len(self._context.tokens) - 2

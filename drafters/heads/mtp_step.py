@@ -25,6 +25,7 @@ from specdec.runners.known_layers import KnownLayer, UnknownModule, stacked
 from specdec.runners.layers import FusedLayer, ModuleLayer
 from specdec.runners.linear import linear_kernel
 from specdec.runners.rotary import Rotary
+from specdec.step import device_copies
 from specdec.step.batched_rows import rows_of
 from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
@@ -221,7 +222,8 @@ class MtpStep:
         stage, rows = self._stages[place], rows_of([one.block for one in brought])
         parts = [part for one in brought for part in (one.features, one.states) if part is not None]
         before = torch.cat([part.to(self.device, self.dtype) for part in parts])
-        embedded = self._target.embed(rows.ids).to(self.device, self.dtype)
+        there = device_copies.is_apart(self.device)  # where tokens that it drafted are not read
+        embedded = self._target.embed(rows.tokens[0] if there else rows.ids).to(self.device, self.dtype)
         joined = [stage.norms[0](embedded), stage.norms[1](before)]
         hidden = stage.join(torch.cat(joined[::-1] if self._hidden_first else joined, -1))
         hidden = stage.block(hidden, rows, self._rotary.of(rows, hidden))

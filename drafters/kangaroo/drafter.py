@@ -33,6 +33,7 @@ from drafters.kangaroo.adapter import Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
 from drafters.shared.calibration import Calibration
 from drafters.shared.own_cache import OwnCache
+from drafters.shared.ranks import Ranks
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
@@ -208,9 +209,7 @@ class KangarooSession(BatchedSession):
         self._guessed: list[tuple[float, list[int] | slice]] = []
         self._accepted = Calibration(_ACCEPTED * _GUESSES, _GUESSES)  # guesses, where all above was right
         self._likeliest = Calibration(_RIGHT * _PROMISED, _PROMISED)
-        # By rank, the share of these guesses that are right; the prior gives each rank its share of the remainder.
-        ranks = range(min(drafter.branch, context.max_rows))
-        self._ranks = [Calibration(_ACCEPTED * (1 - _ACCEPTED) ** rank * _GUESSES, _GUESSES) for rank in ranks]
+        self._ranks = Ranks(min(drafter.branch, context.max_rows), _ACCEPTED, _GUESSES)  # of these guesses
 
     def passes(self, row_budget: int) -> Passes[Draft]:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the row budget, or a lack of confidence."""
@@ -288,7 +287,7 @@ class KangarooSession(BatchedSession):
 
     def _unread(self, reached: float, rows: int, most: int) -> tuple[int, list[float]]:
         """How many unread tokens of a guess are verified, and :meth:`_onward` of the first."""
-        chances = [rank.share for rank in self._ranks[:most]]
+        chances = self._ranks.shares[:most]
         hopes = self._hopes(reached, chances)
         # With no token nothing would be learned; the row policy may still decide to draft nothing.
         count = max(self._paying(hopes, rows), 1)
@@ -375,8 +374,7 @@ class KangarooSession(BatchedSession):
                 break
             chance, guess = self._guessed[row]
             chosen = guess if isinstance(guess, list) else self._tokens[guess]
-            for guessed, rank in zip(chosen, self._ranks, strict=False):
-                rank.learn(1, guessed == token)
+            self._ranks.learn(chosen, token)
             self._accepted.learn(1, token in chosen)
             self._likeliest.learn(chance, chosen[:1] == [token])
         own.defer(features, seen.path[len(known) :])

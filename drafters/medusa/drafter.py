@@ -22,6 +22,7 @@ import torch
 from drafters.medusa.heads import MedusaHeads
 from drafters.medusa.heads_step import HeadsStep, State
 from drafters.medusa.rank_paths import Node, check_tree, nodes_of, paths_of
+from drafters.medusa.recorded_heads import RecordedHeads
 from drafters.shared.calibration import Calibration
 from drafters.shared.scored_tree import Guesses, ScoredTree
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
@@ -29,6 +30,8 @@ from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
 from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, DeviceStep, DrafterBase, Observation
+from specdec.runners.recording import Recording
+from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.tree import Draft, Hints
@@ -89,6 +92,13 @@ class Medusa(DrafterBase):
         head = own.ranks * own.hidden_size * (depth if own.own_head else 1)
         blocks = depth * own.hidden_size * (own.input_size + (own.layers - 1) * own.hidden_size)
         self.weights = head + blocks  # that a guess reads
+        recording: Recording | None = getattr(target, "recording", None)
+        self.recorded: RecordedHeads | None = None
+        if recording is not None and not self.step.native:
+            device = target.head_device
+            noise = self.vocabulary.noise(Noise(0, target.vocab_size, device))
+            like = torch.zeros(1, target.hidden_size, dtype=target.dtype, device=device)
+            self.recorded = RecordedHeads(recording.recorder, self.step.logits, self.readable, noise, like)
 
     @classmethod
     def build(cls, config: MedusaConfig, target: Target) -> Medusa:
@@ -119,6 +129,14 @@ class Medusa(DrafterBase):
 
     def start(self, context: Context) -> MedusaSession:
         return MedusaSession(self, context)
+
+    def warm_up(self, target: Target, rows: int, sequences: int) -> None:
+        if self.recorded is not None:
+            self.recorded.warm_up()
+
+    def readable(self, logits: torch.Tensor) -> torch.Tensor:
+        """int64, the bits of :meth:`ranked` of one state's logits [heads, d]."""
+        return self.ranked([logits]).flatten().view(torch.int64)
 
     def ranked(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
         """[N, heads, 2, ranks] float64: numbers and chances of heads' likeliest tokens, by N times [heads, d]."""
@@ -179,6 +197,7 @@ class MedusaSession(BatchedSession):
         self._samples = params.temperature > 0 and params.acceptance != "typical"
         self._noise = drafter.vocabulary.noise(context.noise)
         self._processors = replace(params, repetition_penalty=1.0).processors()  # without the one that reads the text
+        self._filters = len(self._processors) > (params.temperature not in (0, 1))  # they do more than divide
 
     def passes(self, row_budget: int) -> Passes[Draft]:
         """The tree, less what is deeper than the text may get, has no chance at all or does not fit."""
@@ -251,9 +270,15 @@ class MedusaSession(BatchedSession):
         if step.last is None:
             return None
         assert step.root is not None
-        (logits,) = self._drafter.step.logits(hidden.index_select(0, step.last.to(hidden.device)), step.root)
-        ranked = self._drafter.ranked([self.drawn(logits, step.depth) if self._samples else logits])
-        return ranked.flatten().view(torch.int64)  # the numbers' bits
+        assert step.depth is not None
+        state, recorded = hidden.index_select(0, step.last.to(hidden.device)), self._drafter.recorded
+        if recorded is not None and not (self._samples and self._filters):
+            start = self._noise.starts_at(step.depth + (len(self._context.tokens) + 1)) if self._samples else None
+            found = recorded.guess(state, step.root, start, self._temperature)
+            if found is not None:
+                return found
+        (logits,) = self._drafter.step.logits(state, step.root)
+        return self._drafter.readable(self.drawn(logits, step.depth) if self._samples else logits)
 
     def observe(self, seen: Observation) -> None:
         guesses = self._guesses if self._guesses is not None and seen.draft is not None else ()

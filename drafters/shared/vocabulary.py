@@ -39,12 +39,14 @@ class DraftVocabulary:
     Attributes:
         tokens: [d] int64, ascending, or None.
         head: the target's head over these tokens, [..., D] to [..., d].
+        size: d.
     """
 
     head: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, tokens: torch.Tensor | None, target: Target) -> None:
         self.tokens, self._size = tokens, target.vocab_size
+        self.size = target.vocab_size if tokens is None else len(tokens)
         self.head = target.head if tokens is None else target.head_of(tokens)
         self._listed: list[int] | None = None if tokens is None else tokens.tolist()
 
@@ -78,7 +80,7 @@ def processed(scores: torch.Tensor, ids: torch.Tensor, processors: Iterable[Any]
     return scores
 
 
-def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float) -> torch.Tensor:
+def coupled(scores: torch.Tensor, noise: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     """Logits of the tokens that the target will draw, from guessed ``scores`` that are divided by the temperature.
 
     Where the target draws with the same ``noise``, the largest sum of a score and its noise is a guess of the drawn

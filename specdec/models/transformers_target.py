@@ -67,6 +67,7 @@ from specdec.runners.linear import (
     linear_kernel,
 )
 from specdec.runners.native import NativeRunner
+from specdec.runners.recording import Recording
 from specdec.runners.replicas import Evaluated, Replicas
 from specdec.runners.runner import LayerRunner
 from specdec.runners.snapshot import Outline, Snapshot
@@ -370,6 +371,11 @@ class TransformersTarget:
         plain = type(module) is nn.Embedding and module.max_norm is None and why_special(module) is None
         weight: torch.Tensor | None = module.weight.detach() if plain else None
         return weight
+
+    @property
+    def recording(self) -> Recording | None:
+        """What drafters on the target's device have their passes recorded by; None where nothing is recorded."""
+        return self.runner.recording
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)

@@ -30,6 +30,7 @@ from specdec.runners.known_layers import KnownLayer, is_known_norm, why_special
 from specdec.runners.layers import LayerByLayer, stack_linears
 from specdec.runners.linear import DenseLinear
 from specdec.runners.memory_pages import FilePages
+from specdec.runners.recording import Recording
 from specdec.runners.runner import FINAL, Finished
 from specdec.sampling.scores import Scores
 from specdec.step.batched_rows import Batch, Group
@@ -190,6 +191,7 @@ class CudaRunner(LayerByLayer):
         super().__init__("fused", [], **{**parts, "modules": read})
         self._known, self._kernels, self._longest, self._cuts = tuple(layers), kernels, longest, cuts
         self._graphs = StepGraphs(recorder, self._launch)
+        self.recording = Recording(kernels, recorder, longest)
         self._launched: set[tuple[int, type, str]] = set()  # kinds of rows that were launched kernel by kernel
         self.pages, self._pools = self.batch_invariant, dict[tuple[LayerSpec, int], PagePool]()
         if self.batch_invariant:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specdec.runners.boundary_ops import Joints
+from specdec.runners.recording import Recording
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Angles
 from specdec.sampling.scores import Scores
@@ -42,6 +43,7 @@ class LayerRunner(ABC):
         varies: why a row's results depend on other rows in the forward; None where they are bit-identical.
         experts: how experts are run, where the layers have some and that is known; else None.
         pages: whether its kernels read caches in pages.
+        recording: what drafters on its device have their passes recorded by; None where nothing is recorded.
         looks_up: whether ``run`` and ``finish`` accept None for hidden states, and embed the block's tokens themselves.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
@@ -54,6 +56,7 @@ class LayerRunner(ABC):
     experts: str | None = None
     looks_up: bool = False
     pages: bool = False
+    recording: Recording | None = None
     embed: Callable[[torch.Tensor], Any]
     norm: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]

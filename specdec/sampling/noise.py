@@ -103,8 +103,23 @@ class Noise:
 
     def gumbel_at(self, positions: torch.Tensor) -> torch.Tensor:
         """[K, V] noise of the target's draws at int64 [K] positions, which stay on their device."""
+        return self._gumbel_of(self.starts_at(positions))
+
+    def starts_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [K] what the target's draws at positions follow from, whatever the seed."""
         start = _mix((self._seed + Noise.TARGET * _GOLDEN) & _MASK)
-        keys = _hashed(_hashed(positions * _signed(_GOLDEN) + _signed(start)))
+        return positions * _signed(_GOLDEN) + _signed(start)
+
+    def gumbel_from(self, start: torch.Tensor, count: int) -> torch.Tensor:
+        """[count, V] noise of the target's draws at consecutive positions; ``start``: int64 [1], of the first one.
+
+        The seed is that of ``start``, so recorded work may call it for any text.
+        """
+        return self._gumbel_of(start + torch.arange(count, device=start.device) * _signed(_GOLDEN))
+
+    def _gumbel_of(self, starts: torch.Tensor) -> torch.Tensor:
+        """[K, V]; ``starts`` is overwritten."""
+        keys = _hashed(_hashed(starts))
         return _gumbel(_mixed(self._steps + keys[:, None]))
 
     def _gumbel(self, keys: Sequence[int]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.bench.shapes import random_model, random_prompt
-from specdec.drafting.registry import drafter_names
+from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.runners import cuts
 from specdec.runners.attention import BACKENDS as ALL_BACKENDS
 from specdec.runners.attention import attend
@@ -216,6 +217,22 @@ def test_what_was_warmed_up_is_not_recorded_again() -> None:
     assert "of 1, 2, 4, 8, 16, 32, 64 rows" in told
     Engine(target, None, "token_recycling", max_rows=64).generate(random_prompt(256, 300), 100)
     assert target.describe()["execution"]["CUDA graphs"] == told
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.9, seed=3, acceptance="match")])
+@pytest.mark.parametrize("drafter", ["eagle", "medusa"])
+def test_passes_of_heads_are_recorded(drafter: str, sampling: SamplingParams | None, tmp_path: Path) -> None:
+    """In half precision, with texts that are plain decoding's."""
+    target = TransformersTarget(new_model("llama", torch.float16).to(DEVICE), execution="fused", owned=True)
+    plain = Engine(target).generate(PROMPTS[1], NEW, sampling).token_ids
+    for options in settings_of(drafter, target, tmp_path):
+        made: Any = make_drafter({"name": drafter, **options}, target)
+        recorded = made.step.recorded if drafter == "eagle" else made.recorded
+        assert recorded is not None
+        engine = Engine(target, None, made, max_rows=24)
+        engine.warm_up()
+        assert engine.generate(PROMPTS[1], NEW, sampling).token_ids == plain, options
+        assert recorded.failed is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,14 +15,16 @@ from drafters.heads import session
 from drafters.heads.eagle import Eagle
 from drafters.union.bandit import Bandit, kind_of
 from drafters.union.parts import MergedPart, Tree
-from specdec import Draft, Engine, Hints, SamplingParams
+from specdec import Draft, Engine, Hints, SamplingParams, TransformersTarget
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.prices import BatchLoad, Prices
+from specdec.drafting.registry import make_drafter
 from specdec.errors import ConfigError
 from specdec.step.tree import Entry
 from specdec.target import FINAL
 from tests.fakes import Oracle
-from tests.models import DRAFTER_OPTIONS, FAMILIES, greedy, prompt_of, target_of
+from tests.launching import fused, launch
+from tests.models import DRAFTER_OPTIONS, FAMILIES, greedy, new_model, prompt_of, reference, target_of
 from tests.unit.costs.test_policy import curve_of
 from tests.unit.drafters.test_token_recycling import context_of
 from tests.unit.drafters.test_union import Fixed
@@ -299,13 +301,36 @@ def test_the_embedded_models_heads_are_found(tiny_engine: Engine) -> None:
     assert names == ["suffix_automaton", "token_recycling"]
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("one_call", [True, False])
 def test_an_eagle_head_takes_the_place_of_medusa_s(
-    native: bool, tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_call: bool, tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the package has one that native layers run."""
+    """Where the package has one whose passes are one call each."""
     folder = DRAFTER_OPTIONS["eagle"](tiny_engine.target, tmp_path)[0]["head"]
     monkeypatch.setattr(session, "weights_folder", lambda *_, **__: Path(folder))
-    monkeypatch.setattr(Eagle, "is_native", native)
+    monkeypatch.setattr(Eagle, "is_one_call", one_call)
     names = [part.name for part in tiny_engine.with_drafter("auto").drafter.parts]  # type: ignore[attr-defined]
-    assert names == ["suffix_automaton", "token_recycling", "eagle" if native else "medusa"]
+    assert names == ["suffix_automaton", "token_recycling", "eagle" if one_call else "medusa"]
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_on_a_device_an_eagle_head_is_loaded_where_its_passes_are_recorded(
+    records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(monkeypatch)
+    model = new_model("llama", torch.float64)
+    target = fused(model) if records else TransformersTarget(model, execution="transformers")
+    folder = DRAFTER_OPTIONS["eagle"](target, tmp_path)[0]["head"]
+    looked = list[str]()
+
+    def found(*_: Any, **__: Any) -> Path:
+        looked.append(folder)
+        return Path(folder)
+
+    monkeypatch.setattr(session, "weights_folder", found)
+    drafter: Any = make_drafter("auto", target)
+    assert [part.name for part in drafter.parts] == ["suffix_automaton", "token_recycling", *["eagle"][:records]]
+    assert len(looked) == records, "weights that would be dropped are not loaded"
+    prompt = prompt_of(9)
+    text = Engine(target, None, drafter, max_rows=16, costs=curve_of(row=0.01)).generate(prompt, 20).token_ids
+    assert text == reference(target.model, prompt, 20)

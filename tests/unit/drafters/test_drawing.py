@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from drafters.heads import growing
-from drafters.heads.drawing import Ranks, drawn, planned
+from drafters.heads.drawing import drawn, planned
 from drafters.heads.growing import Behind, GrowingSession
 from drafters.heads.growth import Growth
+from drafters.shared.ranks import Ranks
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec import Draft, SamplingParams
 from specdec.costs.curve import roofline

@@ -33,7 +33,7 @@ from specdec.sampling import processors
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.sampling.verify import match
-from specdec.step import device_copies
+from specdec.step import device_copies, forward_passes
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
 from specdec.step.tree import ancestors
@@ -223,7 +223,8 @@ def test_one_copy_in_for_any_number_of_sequences(
 
 
 @pytest.mark.parametrize(
-    ("drafter", "sampling"), each_once(["none", "token_recycling", "medusa", "kangaroo"], [None, SAMPLED])
+    ("drafter", "sampling"),
+    each_once(["none", "token_recycling", "medusa", "kangaroo", "eagle", "mtp"], [None, SAMPLED]),
 )
 def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
@@ -498,6 +499,51 @@ def test_a_round_that_nothing_stops_stays_on_the_device(
     for step, counts in steps:
         most = 1 + (step.rows > 1) * (step.rows + more)
         assert counts in [{"in": copies, "out": 1} for copies in {most, max(1, most - 1)}], (step.rows, counts)
+
+
+@pytest.mark.parametrize("sampling", [None, *SETTLED[1:2], *SETTLED[4:5]])
+def test_the_passes_of_a_head_copy_in_once_and_read_nothing(
+    sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Of heads of every kind, chains and trees, greedy, matched and drawn."""
+    target, patch = target_of("llama"), request.getfixturevalue("monkeypatch")
+    plain = Engine(target).generate(PROMPT, NEW, sampling).token_ids
+    settled = [options for options in settings_of("eagle", target, tmp_path) if not options.get("min_chance")]
+    several = settings_of("mtp", target, tmp_path)  # of which two have one layer
+    settled += [several[0], several[2]]
+    assert len(settled) == 6
+    mode, run_together, passes, most = request.getfixturevalue("transfers"), forward_passes.run_together, [0], 0
+
+    def counted(waiting: Sequence[Any]) -> Any:
+        passes[0] += len(waiting)
+        return run_together(waiting)
+
+    patch.setattr(forward_passes, "run_together", counted)
+    for options in settled:
+        engine = Engine(target, None, options, max_rows=24, policy="off")
+        got, steps = steps_of(engine, sampling, mode)
+        assert got == plain or (sampling is not None and sampling.acceptance == "reject")
+        most = max(most, *(counts["in"] for _, counts in steps))
+        assert all(counts["out"] == 1 for _, counts in steps), [counts for _, counts in steps]
+        assert sum(counts["in"] for _, counts in steps) == len(steps) + passes[0]
+        passes[0] = 0
+    assert most > 4
+
+
+def test_where_a_head_s_chances_are_compared_its_levels_are_read(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    target = target_of("llama")
+    options = next(options for options in settings_of("eagle", target, tmp_path) if options.get("min_chance"))
+    cases = ((None, options), (SamplingParams(**PENALTY), {**options, "min_chance": 0.0}))
+    made = [[Engine(target, None, chosen, max_rows=24, policy="off") for _, chosen in cases] for _ in range(2)]
+    expected = [steps_of(engine, sampling, None) for engine, (sampling, _) in zip(made[0], cases, strict=True)]
+    mode = request.getfixturevalue("transfers")
+    for engine, (sampling, _), (text, drafted) in zip(made[1], cases, expected, strict=True):
+        got, steps = steps_of(engine, sampling, mode)
+        assert got == text
+        assert [step.rows for step, _ in steps] == [step.rows for step in drafted]
+        assert max(counts["out"] for _, counts in steps) > 2
 
 
 @pytest.mark.parametrize("acceptance", ["match", "reject"])
