@@ -39,6 +39,17 @@ class Kernels:
         self._memory[tensor.data_ptr()] = tensor
         return tensor.data_ptr()
 
+    def look_up(
+        self, where: Mapping[str, Any], tables: torch.Tensor, turned: int, like: torch.Tensor, weight: Any
+    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        counts, places = where["counts"].view(-1, 3), where["places"].view(-1, where["places"].shape[-1])
+        tokens = where["tokens"].view(len(counts), -1)
+        at = (counts[:, 1:2] + torch.arange(tokens.shape[1])).clamp(max=places.shape[1] - 1)
+        position = places.gather(1, at).flatten()
+        cos, sin = (self._memory[address][position] for address in tables.tolist())
+        assert cos.shape[1] == turned
+        return None if weight is None else weight[tokens.flatten().clamp(min=0)], cos, sin
+
     def add_norm(self, residual: Any, delta: Any, weight: torch.Tensor, epsilon: float) -> Any:
         total = residual if delta is None else residual + delta
         return total, F.rms_norm(total, weight.shape, weight, epsilon)

@@ -62,6 +62,11 @@ class Rows(ABC):
 
     @property
     @abstractmethod
+    def late(self) -> bool:
+        """Whether a device may still be computing tokens."""
+
+    @property
+    @abstractmethod
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         """The blocks, each with the range [first, last) of its rows among all rows."""
 
@@ -149,7 +154,8 @@ class Block(Rows):
             before the tree, of the tree's rows before this block, and of the block's rows; ``table`` is the cache's.
             For a tree, or where rows come ``again``, also ``draws`` [2] and, padded to buckets, the positions
             ``places`` [K] of all the tree's rows and ``closure`` [T, K], whether a row sees another. A chain's earlier
-            rows count as tokens.
+            rows count as tokens. Where rows come ``again``, also ``tokens`` [T], zeros where a device still computes
+            them.
         shapes: the same arrays on the host.
         apart: whether the device has its own memory.
         shared: the block's part of what a batch copied; None where none has.
@@ -252,6 +258,8 @@ class Block(Rows):
     @cached_property
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays that go to a device with these rows, but for ``step``."""
+        if self.again:  # positions and tokens are parts of ``step``
+            return {**self.more}
         arrays: dict[str, npt.NDArray[Any]] = {"positions": self._places[None, self.first :]}
         if type(self.ids) is not device_copies.Later:
             arrays["tokens"] = np.array([self.ids], dtype=np.int64)
@@ -276,6 +284,10 @@ class Block(Rows):
         if self.parents is None and not self.again:
             return arrays
         arrays["draws"] = np.array(self.draws, dtype=np.int64)
+        if self.again:
+            arrays["tokens"] = np.zeros(bucket(self.rows), dtype=np.int64)
+            if type(self.ids) is not device_copies.Later:
+                arrays["tokens"][: self.rows] = self.ids
         arrays["places"] = np.zeros(bucket(size), dtype=np.int64)
         arrays["places"][:size] = every[self.first - before :]
         if self.parents is None:
@@ -317,17 +329,26 @@ class Block(Rows):
         return super().index(rows, device)
 
     @property
+    def late(self) -> bool:
+        return type(self.ids) is device_copies.Later
+
+    @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         return ((self, 0, self.rows),)
 
     @property
     def tokens(self) -> torch.Tensor:
-        return self.sent["tokens"] if "tokens" in self.sent else torch.tensor([[*self.ids]])
+        if "tokens" in self.sent:
+            return self.sent["tokens"]
+        return self.step["tokens"][None, : self.rows] if "tokens" in self.step else torch.tensor([[*self.ids]])
 
     @cached_property
     def positions(self) -> torch.Tensor:
         if "positions" in self.sent:
             return self.sent["positions"]
+        if "places" in self.step:
+            before = 0 if self.parents is None else self.first
+            return self.step["places"][None, before : before + self.rows]
         depths = self.depths[self.first : self.first + self.rows]
         return torch.tensor([[self.length + depth for depth in depths]], device=self.device)
 

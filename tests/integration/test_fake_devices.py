@@ -137,6 +137,13 @@ def tree_kernel(query: Any, keys: Any, values: Any, tail: Any, mask: Any, scale:
     return query.new_empty(1, query.shape[1], rows, values.shape[-1])
 
 
+def _looked_up(where: Any, tables: Any, turned: int, like: Any, weight: Any) -> Any:
+    same(tables, like, weight, *where.values())
+    rows = where["tokens"].numel()
+    hidden = None if weight is None else weight.new_empty(rows, weight.shape[1])
+    return hidden, like.new_empty(rows, turned), like.new_empty(rows, turned)
+
+
 def _add_norm(residual: Any, delta: Any, weight: Any, epsilon: float) -> Any:
     same(residual, delta, weight)
     return residual.clone(), residual.clone()
@@ -179,8 +186,8 @@ def _picked(logits: Any, where: Any) -> Any:
 
 
 LAYER = SimpleNamespace(
-    add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended, product=_product, paths=_paths,
-    pick=_picked, segments_of=lambda positions: 1,
+    look_up=_looked_up, add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended,
+    product=_product, paths=_paths, pick=_picked, segments_of=lambda positions: 1,
 )  # fmt: skip
 
 

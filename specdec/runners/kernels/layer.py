@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.runners.kernels.embedding import look_up
 from specdec.runners.kernels.launch import after_former, early, on_device
 from specdec.runners.kernels.pick import pick
 from specdec.runners.kernels.product import buckets_of, offered, product, shared_of
@@ -23,6 +24,7 @@ __all__ = [
     "add_norm",
     "buckets_of",
     "gate",
+    "look_up",
     "offered",
     "paths",
     "pick",
