@@ -130,7 +130,20 @@ class Kernels:
                 keys = noise._hashed((one["places"][before : before + each] + 1) * noise._signed(noise._GOLDEN) + start)
                 gumbel = noise._gumbel(noise._mixed(steps + noise._hashed(keys)[:, None]))
                 own[here] = finite_argmax(logits[here] * float(np.int32(bits).view(np.float32)) + gumbel)
-        return torch.stack((finite_argmax(logits), own), 1)
+        best = finite_argmax(logits)
+        none, roots = torch.zeros_like(best), torch.where(own < 0, best, own)
+        return torch.stack((best, own, none, none, roots), 1)
+
+    def walk(self, picked: torch.Tensor, where: Mapping[str, Any], store: Any, like: torch.Tensor) -> None:
+        """Row by row, as the host does it."""
+        for one, rows in zip(_sequences(where), picked.view(-1, where["above"].shape[-1], 5), strict=True):
+            above, tokens = one["above"].tolist(), one["tokens"].tolist()
+            own, path = rows[:, int(one["draws"][1] != 0)].tolist(), [0]
+            for row in range(1, len(above)):
+                if above[row] == path[-1] + 1 and tokens[row] == own[path[-1]]:
+                    path.append(row)
+            decided = above[0] > 0
+            rows[:, 2:] = torch.tensor([path[-1], len(path) - 1, own[path[-1]]] if decided else [-1, -1, -1])
 
     def _stores(self, where: Mapping[str, Any], layer: int, first: int, last: int) -> list[tuple[Any, ...]]:
         """The keys and the values [heads, n, d] of the positions [first, last), by those that lie beside each other."""

@@ -262,6 +262,8 @@ class SequenceState:
                 block.draws = self._drawing
             else:
                 block.draw = self._sampler.next_draw
+        if block.apart and self._verification.decides(draft):
+            block.decides, block.probes = True, draft.probes
         return ScheduledRows(
             block,
             scored,

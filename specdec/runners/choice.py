@@ -235,7 +235,8 @@ def layer_kernels(
             query = kernels.turn_and_store(heads, cos_sin, cos_sin, counts[:1], norms, where, 0, shape)
             where["paths"] = kernels.paths(where)
             kernels.step_attention(query, where, 0, key_heads, None, 1.0, 1)
-        kernels.pick(rows, {**where, "draws": counts[:2]})
+        where |= {"draws": counts[:2], "above": counts[:1]}
+        kernels.walk(kernels.pick(rows, where), where, None, rows)
         if dtype != torch.float32:
             kernels.product(kernels.product(rows, rows, None, whole=True), rows[:, :1], None)
     except Exception as error:  # the compiler's, the driver's and the linker's share no class but this

@@ -238,7 +238,7 @@ class CudaRunner(LayerByLayer):
         joints: Joints,
         top_k: int = 1,
     ) -> Finished:
-        """As a runner's; where a step is recorded, so are the last norm, the head, argmax and draws."""
+        """As a runner's; where a step is recorded, so are the last norm, the head, argmax, draws and the walk."""
         if not (self._ends and joints.plain and self._graphs.takes(block)):
             return super().finish(hidden, block, first, last, taps, rows, joints, top_k)
         hidden, found = self.run(hidden, block, first, last, {*taps, LOGITS})
@@ -250,11 +250,9 @@ class CudaRunner(LayerByLayer):
             ends = [None if end is None else end.index_select(0, index) for end in ends]
         logits, picked = ends
         assert logits is not None
-        return (
-            hidden,
-            found,
-            Scores(logits) if picked is None else Scores(logits, picked=picked[:, 1], _argmax=picked[:, 0]),
-        )
+        if picked is None:
+            return hidden, found, Scores(logits)
+        return hidden, found, Scores(logits, picked=picked[:, 1], walked=picked[:, 2:], _argmax=picked[:, 0])
 
     def new_cache(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> KVCache:
         if not self.pages:
@@ -343,6 +341,8 @@ class CudaRunner(LayerByLayer):
             found[LOGITS] = self.head(normed)
             if isinstance(block, StepInputs):
                 found[PICKED] = self._kernels.pick(found[LOGITS], block.where())
+                if block.where()["tokens"].shape[-1] > 1:  # else a path is the root alone
+                    self._kernels.walk(found[PICKED], block.where(), None, found[LOGITS])
             if FINAL in taps:
                 found[FINAL] = normed
         return hidden, found

@@ -200,12 +200,14 @@ class _Padding(NamedTuple):
     Attributes:
         counts: [S] rows.
         fits: [S, K] whether a place is a row's, for as many places as the longest has rows, padded to a bucket.
+        above: [sequences, K] of chains, see ``step`` of :class:`specdec.step.block.Block`.
         closure: [sequences, K, K] of chains, the sequences padded to a bucket.
         spread, packed: see :class:`Batch`.
     """
 
     counts: npt.NDArray[np.int64]
     fits: npt.NDArray[np.bool_]
+    above: npt.NDArray[np.int64]
     closure: npt.NDArray[np.bool_]
     spread: npt.NDArray[np.int64]
     packed: npt.NDArray[np.int64]
@@ -218,9 +220,11 @@ def _padding(counts: tuple[int, ...]) -> _Padding:
     fits = np.arange(rows) < known[:, None]
     closure = np.zeros((sequences, rows, rows), dtype=np.bool_)
     closure[: len(counts)] = np.tri(rows, dtype=np.bool_) & fits[:, :, None] & fits[:, None]
+    above = np.zeros((sequences, rows), dtype=np.int64)
+    above[: len(counts)] = np.maximum(np.arange(rows), 1) * fits
     packed, spread = np.flatnonzero(fits), np.zeros(sequences * rows, dtype=np.int64)
     spread[packed] = np.arange(len(packed))
-    found = _Padding(known, fits, closure, spread, packed)
+    found = _Padding(known, fits, above, closure, spread, packed)
     for array in found:
         array.flags.writeable = False
     return found
@@ -237,6 +241,11 @@ def _chains(blocks: Sequence[Block], padding: _Padding) -> dict[str, npt.NDArray
     table = np.empty((sequences, *blocks[0].cache.table.shape), dtype=np.int64)
     np.concatenate([block.cache.table for block in blocks], out=table[own].reshape(-1, table.shape[-1]))
     draws, tokens = np.zeros((sequences, 2), dtype=np.int64), np.zeros((sequences, rows), dtype=np.int64)
+    above = padding.above.copy()
+    above[own] = np.where([[block.decides] for block in blocks], above[own], 0)
+    for number, block in enumerate(blocks):
+        if block.probes:
+            above[number, [*block.probes]] = 0
     draws[own] = [block.draws for block in blocks]
     ids = [[0] * block.rows if type(block.ids) is Later else block.ids for block in blocks]
     tokens.reshape(-1)[padding.packed] = [*chain.from_iterable(ids)]
@@ -245,6 +254,7 @@ def _chains(blocks: Sequence[Block], padding: _Padding) -> dict[str, npt.NDArray
         "table": table,
         "draws": draws,
         "tokens": tokens,
+        "above": above,
         "places": places,
         "closure": padding.closure,
     }

@@ -7,7 +7,7 @@ reads them. So neither layers nor globals hold state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -155,16 +155,22 @@ class Block(Rows):
             For a tree, or where rows come ``again``, also ``draws`` [2] and, padded to buckets, the positions
             ``places`` [K] of all the tree's rows and ``closure`` [T, K], whether a row sees another. A chain's earlier
             rows count as tokens. Where rows come ``again``, also ``tokens`` [T], zeros where a device still computes
-            them.
+            them, and ``above`` [T]: one more than each row's parent, 0 where the row cannot be accepted. The root has 1
+            where the step ``decides``, else all have 0.
         shapes: the same arrays on the host.
         apart: whether the device has its own memory.
         shared: the block's part of what a batch copied; None where none has.
+        decides: whether a recorded step of these rows, a whole draft, may decide by ``match`` what is accepted, from
+            its own argmax or draws.
+        probes: rows that are never accepted.
         draws: what the draws of all rows follow from (``Noise.draws_of``), for kernels on a device; zeros where no row
             has one.
         draw: temperature and key (``Noise.key``) of the first row's draw, which a runner may make together with the
             logits; None where no draw is needed.
     """
 
+    decides: bool = False
+    probes: Collection[int] = ()
     ids: Sequence[int] = ()
     draw: tuple[float, int] | None = None
     draws: tuple[int, int] = (0, 0)
@@ -288,6 +294,7 @@ class Block(Rows):
             arrays["tokens"] = np.zeros(bucket(self.rows), dtype=np.int64)
             if type(self.ids) is not device_copies.Later:
                 arrays["tokens"][: self.rows] = self.ids
+            arrays["above"] = self._above()
         arrays["places"] = np.zeros(bucket(size), dtype=np.int64)
         arrays["places"][:size] = every[self.first - before :]
         if self.parents is None:
@@ -296,6 +303,15 @@ class Block(Rows):
             arrays["closure"] = np.zeros((bucket(self.rows), bucket(size)), dtype=np.bool_)
             arrays["closure"][: self.rows, :size] = ancestors(self.parents[:size])[before:]
         return arrays
+
+    def _above(self) -> npt.NDArray[np.int64]:
+        """See ``step``."""
+        above = np.zeros(bucket(self.rows), dtype=np.int64)
+        if self.decides:
+            above[: self.rows] = range(self.rows) if self.parents is None else np.array(self.parents) + 1
+            above[[*self.probes]] = 0
+            above[0] = 1
+        return above
 
     def where(self) -> dict[str, torch.Tensor]:
         """The arrays of ``step``, for kernels that are about to run.

@@ -182,12 +182,18 @@ def _paths(where: Any) -> Any:
 def _picked(logits: Any, where: Any) -> Any:
     same(logits, *where.values())
     assert len(logits) % (where["draws"].numel() // 2) == 0
-    return where["draws"].new_empty(len(logits), 2)
+    return where["draws"].new_empty(len(logits), 5)
+
+
+def _walked(picked: Any, where: Any, store: Any, like: Any) -> None:
+    same(picked, like, *where.values())
+    assert picked.shape == (where["tokens"].numel(), 5)
+    assert where["above"].shape == where["tokens"].shape
 
 
 LAYER = SimpleNamespace(
     look_up=_looked_up, add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended,
-    product=_product, paths=_paths, pick=_picked, segments_of=lambda positions: 1,
+    product=_product, paths=_paths, pick=_picked, walk=_walked, segments_of=lambda positions: 1,
 )  # fmt: skip
 
 
