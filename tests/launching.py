@@ -135,7 +135,7 @@ class Kernels:
         return torch.stack((best, own, none, none, roots), 1)
 
     def walk(self, picked: torch.Tensor, where: Mapping[str, Any], store: Any, like: torch.Tensor) -> None:
-        """Row by row, as the host does it."""
+        """Row by row, as the host does it, and rows of a path that is no chain are moved."""
         for one, rows in zip(_sequences(where), picked.view(-1, where["above"].shape[-1], 5), strict=True):
             above, tokens = one["above"].tolist(), one["tokens"].tolist()
             own, path = rows[:, int(one["draws"][1] != 0)].tolist(), [0]
@@ -143,6 +143,12 @@ class Kernels:
                 if above[row] == path[-1] + 1 and tokens[row] == own[path[-1]]:
                     path.append(row)
             decided = above[0] > 0
+            for place, row in enumerate(path if decided and store is not None else []):
+                for layer in range(len(one["table"])):
+                    begin = int(one["counts"][0])
+                    here, there = (self._stores(one, layer, begin + at, begin + at + 1)[0] for at in (row, place))
+                    there[1].copy_(here[1])
+                    there[2].copy_(here[2])
             rows[:, 2:] = torch.tensor([path[-1], len(path) - 1, own[path[-1]]] if decided else [-1, -1, -1])
 
     def _stores(self, where: Mapping[str, Any], layer: int, first: int, last: int) -> list[tuple[Any, ...]]:

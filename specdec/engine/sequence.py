@@ -310,7 +310,7 @@ class SequenceState:
     def commit(self, rows: ScheduledRows, verdict: Verdict, output: TargetOutput) -> None:
         """Append the accepted rows to the cache and the emitted tokens to the text."""
         context = self.context
-        context.cache.commit(verdict.path)
+        context.cache.commit(verdict.path, moved=rows.block.moved)
         if rows.draft is not None:
             context.tokens += verdict.tokens
         elif context.cache.length == context.prompt_length - 1:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specdec.errors import TargetError
 from specdec.runners.attention import attend
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.cuts import ChosenCuts, Weight, weight_of
@@ -81,6 +82,7 @@ class CudaLayer:
     Attributes:
         varies: why a row of its products depends on the rows beside it; None if it does not.
         norm: weight [D] and epsilon of its first norm.
+        store: key heads and their width.
     """
 
     def __init__(self, layer: KnownLayer, files: FilePages | None, kernels: ModuleType, cuts: ChosenCuts) -> None:
@@ -92,7 +94,7 @@ class CudaLayer:
         if layer.head_norms:
             query, key = layer.head_norms
             self._head_norms = (query.weight.data, key.weight.data, query.variance_epsilon)
-        self.norm = self._norms[0]
+        self.norm, self.store = self._norms[0], self._shape[1:]
         self._kernels, self._cuts = kernels, cuts
         self.varies = next(filter(None, (_why_varying(product.weight) for product in self._products)), None)
 
@@ -197,6 +199,8 @@ class CudaRunner(LayerByLayer):
         super().__init__("fused", [], **{**parts, "modules": read})
         self._known, self._kernels, self._longest, self._cuts = tuple(layers), kernels, longest, cuts
         self._graphs = StepGraphs(recorder, self._launch)
+        stores = {layer.store for layer in layers}
+        self._store = stores.pop() if len(stores) == 1 else None  # one launch commits what all layers stored
         self._launched: set[tuple[int, type, str]] = set()  # kinds of rows that were launched kernel by kernel
         self.pages, self._pools = self.batch_invariant, dict[tuple[LayerSpec, int], PagePool]()
         if self.batch_invariant:
@@ -238,11 +242,20 @@ class CudaRunner(LayerByLayer):
         joints: Joints,
         top_k: int = 1,
     ) -> Finished:
-        """As a runner's; where a step is recorded, so are the last norm, the head, argmax, draws and the walk."""
+        """As a runner's; where a step is recorded, so are the last norm, the head, argmax, draws, walk and commit.
+
+        Raises:
+            TargetError: rows that were committed already are entered again, whose first layers' slots have others now.
+        """
+        if first and any(part.moved for part, _, _ in block.parts):
+            raise TargetError("rows that a step has committed cannot enter it again; make another block of them")
         if not (self._ends and joints.plain and self._graphs.takes(block)):
             return super().finish(hidden, block, first, last, taps, rows, joints, top_k)
         hidden, found = self.run(hidden, block, first, last, {*taps, LOGITS})
         ends = [found.pop(name, None) for name in (LOGITS, PICKED)]  # not the second where recording failed
+        if ends[1] is not None and self._store is not None:
+            for part, _, _ in block.parts:
+                part.moved = part.decides and part.rows > 1
         if rows is not None and not rows:
             return hidden, found, None
         if rows is not None:
@@ -342,7 +355,7 @@ class CudaRunner(LayerByLayer):
             if isinstance(block, StepInputs):
                 found[PICKED] = self._kernels.pick(found[LOGITS], block.where())
                 if block.where()["tokens"].shape[-1] > 1:  # else a path is the root alone
-                    self._kernels.walk(found[PICKED], block.where(), None, found[LOGITS])
+                    self._kernels.walk(found[PICKED], block.where(), self._store, found[LOGITS])
             if FINAL in taps:
                 found[FINAL] = normed
         return hidden, found

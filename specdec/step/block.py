@@ -162,6 +162,7 @@ class Block(Rows):
         shared: the block's part of what a batch copied; None where none has.
         decides: whether a recorded step of these rows, a whole draft, may decide by ``match`` what is accepted, from
             its own argmax or draws.
+        moved: whether a recorded step did so, and moved the keys and values of the accepted rows together.
         probes: rows that are never accepted.
         draws: what the draws of all rows follow from (``Noise.draws_of``), for kernels on a device; zeros where no row
             has one.
@@ -170,6 +171,7 @@ class Block(Rows):
     """
 
     decides: bool = False
+    moved: bool = False
     probes: Collection[int] = ()
     ids: Sequence[int] = ()
     draw: tuple[float, int] | None = None
