@@ -29,7 +29,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.runners.kernels import launch, layer, pick, product, step, tree
+from specdec.runners.kernels import embedding, launch, layer, pick, product, step, tree
 from specdec.step.pages import PAGE
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -149,6 +149,15 @@ def pick_variants(sample: bool, arch: int) -> Iterator[Variant]:
     yield "join picks", pick._join, {**types, "picked": "i64"}, constants
 
 
+def embedding_variants(sample: bool, arch: int) -> Iterator[Variant]:
+    """Embeddings, cosines and sines: dtypes x widths of heads."""
+    types = dict.fromkeys(("tokens", "counts", "places", "tables"), "i64")
+    for dtype, width in product_of(DTYPES[::2] if sample else DTYPES, (128,) if sample else WIDTHS):
+        own = dict.fromkeys(("weight", "hidden", "cosines", "sines"), dtype)
+        constants = {"TURNED": width, "WIDE": triton.next_power_of_2(width), "PART": embedding._PART, "num_warps": 4}
+        yield f"look_up {dtype} width {width}", embedding._look_up, {**types, **own}, constants
+
+
 def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
     """Those in which two properties meet, such as a dtype and a head width, that did not meet in one before."""
     met = set[tuple[str, str]]()
@@ -159,7 +168,9 @@ def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
             yield variant
 
 
-VARIANTS = (tree_variants, layer_variants, step_variants, product_variants, pick_variants)
+VARIANTS = (
+    tree_variants, layer_variants, step_variants, product_variants, pick_variants, embedding_variants,
+)  # fmt: skip
 
 
 class SlowError(ValueError):

@@ -39,6 +39,17 @@ class Kernels:
         self._memory[tensor.data_ptr()] = tensor
         return tensor.data_ptr()
 
+    def look_up(
+        self, where: Mapping[str, Any], tables: torch.Tensor, turned: int, like: torch.Tensor, weight: Any
+    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        counts, places = where["counts"].view(-1, 3), where["places"].view(-1, where["places"].shape[-1])
+        tokens = where["tokens"].view(len(counts), -1)
+        at = (counts[:, 1:2] + torch.arange(tokens.shape[1])).clamp(max=places.shape[1] - 1)
+        position = places.gather(1, at).flatten()
+        cos, sin = (self._memory[address][position] for address in tables.tolist())
+        assert cos.shape[1] == turned
+        return None if weight is None else weight[tokens.flatten().clamp(min=0)], cos, sin
+
     def add_norm(self, residual: Any, delta: Any, weight: torch.Tensor, epsilon: float) -> Any:
         total = residual if delta is None else residual + delta
         return total, F.rms_norm(total, weight.shape, weight, epsilon)
@@ -119,7 +130,26 @@ class Kernels:
                 keys = noise._hashed((one["places"][before : before + each] + 1) * noise._signed(noise._GOLDEN) + start)
                 gumbel = noise._gumbel(noise._mixed(steps + noise._hashed(keys)[:, None]))
                 own[here] = finite_argmax(logits[here] * float(np.int32(bits).view(np.float32)) + gumbel)
-        return torch.stack((finite_argmax(logits), own), 1)
+        best = finite_argmax(logits)
+        none, roots = torch.zeros_like(best), torch.where(own < 0, best, own)
+        return torch.stack((best, own, none, none, roots), 1)
+
+    def walk(self, picked: torch.Tensor, where: Mapping[str, Any], store: Any, like: torch.Tensor) -> None:
+        """Row by row, as the host does it, and rows of a path that is no chain are moved."""
+        for one, rows in zip(_sequences(where), picked.view(-1, where["above"].shape[-1], 5), strict=True):
+            above, tokens = one["above"].tolist(), one["tokens"].tolist()
+            own, path = rows[:, int(one["draws"][1] != 0)].tolist(), [0]
+            for row in range(1, len(above)):
+                if above[row] == path[-1] + 1 and tokens[row] == own[path[-1]]:
+                    path.append(row)
+            decided = above[0] > 0
+            for place, row in enumerate(path if decided and store is not None else []):
+                for layer in range(len(one["table"])):
+                    begin = int(one["counts"][0])
+                    here, there = (self._stores(one, layer, begin + at, begin + at + 1)[0] for at in (row, place))
+                    there[1].copy_(here[1])
+                    there[2].copy_(here[2])
+            rows[:, 2:] = torch.tensor([path[-1], len(path) - 1, own[path[-1]]] if decided else [-1, -1, -1])
 
     def _stores(self, where: Mapping[str, Any], layer: int, first: int, last: int) -> list[tuple[Any, ...]]:
         """The keys and the values [heads, n, d] of the positions [first, last), by those that lie beside each other."""

@@ -128,6 +128,13 @@ class DeviceVerification(Verification):
 
         return Readback([argmax], verdict_of)
 
+    def decides(self, draft: Draft) -> bool:
+        """Whether ``match`` decides, by the argmax of logits or by draws at a temperature alone."""
+        sampler = self.sampler
+        if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
+            return False
+        return any(sampler.draws) if sampler.sample else not sampler.processors
+
     def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Verdict:
         readback = self.read(draft, rows, block, output)
         if readback is None:
@@ -157,15 +164,18 @@ class DeviceVerification(Verification):
         """The tensor that the session reads back; ``own``: the target's token after each scored row, on the device."""
         if self._session is None:
             return None
+        walked = scores.device_walked() if block.decides else None
+        if walked is not None:
+            return self._session.readback(DeviceStep(scores, output.taps, walked[:1], walked[1:2], walked[2:]))
         device = own.device
-        walked = (
+        arrays = (
             block.tokens[0],
             block.sent["parent_places"],
             block.sent["eligible"],
             block.seen(len(draft), device),
         )
-        last = last_row(own, *(tensor.to(device) for tensor in walked))
-        depth = walked[-1].to(device).index_select(0, last).sum(1) - 1
+        last = last_row(own, *(tensor.to(device) for tensor in arrays))
+        depth = arrays[-1].to(device).index_select(0, last).sum(1) - 1
         place = torch.searchsorted(block.sent["rows"].to(device), last) if "rows" in block.sent else last
         return self._session.readback(DeviceStep(scores, output.taps, last, depth, own.index_select(0, place)))
 

@@ -262,6 +262,8 @@ class SequenceState:
                 block.draws = self._drawing
             else:
                 block.draw = self._sampler.next_draw
+        if block.apart and self._verification.decides(draft):
+            block.decides, block.probes = True, draft.probes
         return ScheduledRows(
             block,
             scored,
@@ -308,7 +310,7 @@ class SequenceState:
     def commit(self, rows: ScheduledRows, verdict: Verdict, output: TargetOutput) -> None:
         """Append the accepted rows to the cache and the emitted tokens to the text."""
         context = self.context
-        context.cache.commit(verdict.path)
+        context.cache.commit(verdict.path, moved=rows.block.moved)
         if rows.draft is not None:
             context.tokens += verdict.tokens
         elif context.cache.length == context.prompt_length - 1:

@@ -32,6 +32,7 @@ from specdec.runners.memory_pages import FilePages
 from specdec.runners.native import NativeRunner, why_not
 from specdec.runners.rotary import Rotary
 from specdec.runners.runner import LayerRunner
+from specdec.step import device_copies
 
 __all__ = ["TIMED_ROWS", "Plan", "RunnerMaker", "choose_runner"]
 
@@ -224,6 +225,9 @@ def layer_kernels(
             "table": torch.ones(1, 3 if dtype == torch.float32 else 2, dtype=torch.long, device=device),
         }
         where |= {"places": counts[:1], "closure": torch.zeros(1, 1, dtype=torch.bool, device=device)}
+        where["tokens"] = counts[:1]
+        tables = torch.full((2,), device_copies.address(rows), device=device)
+        kernels.look_up(where, tables, rows.shape[1], rows, rows)
         for query_heads, key_heads, width, normed in shapes:
             heads = torch.zeros(1, (query_heads + 2 * key_heads) * width, dtype=dtype, device=device)
             cos_sin, norms = heads[:, :width], (heads[0], heads[0], 1e-6) if normed else None
@@ -231,7 +235,8 @@ def layer_kernels(
             query = kernels.turn_and_store(heads, cos_sin, cos_sin, counts[:1], norms, where, 0, shape)
             where["paths"] = kernels.paths(where)
             kernels.step_attention(query, where, 0, key_heads, None, 1.0, 1)
-        kernels.pick(rows, {**where, "draws": counts[:2]})
+        where |= {"draws": counts[:2], "above": counts[:1]}
+        kernels.walk(kernels.pick(rows, where), where, None, rows)
         if dtype != torch.float32:
             kernels.product(kernels.product(rows, rows, None, whole=True), rows[:, :1], None)
     except Exception as error:  # the compiler's, the driver's and the linker's share no class but this

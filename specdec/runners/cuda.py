@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specdec.errors import TargetError
 from specdec.runners.attention import attend
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.cuts import ChosenCuts, Weight, weight_of
@@ -31,6 +32,7 @@ from specdec.runners.layers import LayerByLayer, stack_linears
 from specdec.runners.linear import DenseLinear
 from specdec.runners.memory_pages import FilePages
 from specdec.runners.recording import Recording
+from specdec.runners.rotary import Tables
 from specdec.runners.runner import FINAL, Finished
 from specdec.sampling.scores import Scores
 from specdec.step.batched_rows import Batch, Group
@@ -81,6 +83,7 @@ class CudaLayer:
     Attributes:
         varies: why a row of its products depends on the rows beside it; None if it does not.
         norm: weight [D] and epsilon of its first norm.
+        store: key heads and their width.
     """
 
     def __init__(self, layer: KnownLayer, files: FilePages | None, kernels: ModuleType, cuts: ChosenCuts) -> None:
@@ -92,7 +95,7 @@ class CudaLayer:
         if layer.head_norms:
             query, key = layer.head_norms
             self._head_norms = (query.weight.data, key.weight.data, query.variance_epsilon)
-        self.norm = self._norms[0]
+        self.norm, self.store = self._norms[0], self._shape[1:]
         self._kernels, self._cuts = kernels, cuts
         self.varies = next(filter(None, (_why_varying(product.weight) for product in self._products)), None)
 
@@ -172,6 +175,7 @@ class CudaRunner(LayerByLayer):
 
     Attributes:
         pages: whether caches are in pages. They are where all attention is the kernels' own, which read them.
+        looks_up: see :class:`specdec.runners.runner.LayerRunner`. A recorded step embeds its tokens by itself.
     """
 
     def __init__(
@@ -187,11 +191,18 @@ class CudaRunner(LayerByLayer):
         special = _why_ends_special(norm, head, layers[0].norm[0])
         self.varies = next(filter(None, (layer.varies for layer in layers)), special) or _why_varying(head.weight.data)
         self._ends = special is None
-        read = [*parts["modules"], head] if self._ends else parts["modules"]
+        read = [*parts["modules"], head] if self._ends else [*parts["modules"]]
+        embedding, like, rotary = parts["embedding"], layers[0].norm[0], parts["rotary"]
+        self._tables = Tables(rotary, like) if rotary.fixed else None
+        self.looks_up = self._tables is not None and _is_plain_embedding(embedding, like)
+        self._embedding = embedding.weight.data if self.looks_up else None
+        read += [embedding] if self.looks_up else []
         super().__init__("fused", [], **{**parts, "modules": read})
         self._known, self._kernels, self._longest, self._cuts = tuple(layers), kernels, longest, cuts
         self._graphs = StepGraphs(recorder, self._launch)
         self.recording = Recording(kernels, recorder, longest)
+        stores = {layer.store for layer in layers}
+        self._store = stores.pop() if len(stores) == 1 else None  # one launch commits what all layers stored
         self._launched: set[tuple[int, type, str]] = set()  # kinds of rows that were launched kernel by kernel
         self.pages, self._pools = self.batch_invariant, dict[tuple[LayerSpec, int], PagePool]()
         if self.batch_invariant:
@@ -200,19 +211,27 @@ class CudaRunner(LayerByLayer):
     def run(
         self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        assert hidden is not None
         if block.end > self._longest:
             self._longest = self._graphs.kind = 2 * block.end
-        cos_sin = self._rotary.cos_sin(block, hidden)
         if self._graphs.takes(block):
-            outcome = self._graphs.run(hidden, block, first, last, taps, cos_sin)
+            outcome = self._graphs.run(hidden, block, first, last, taps, self._turns(hidden, block))
             if outcome is not None:
                 return outcome
+        hidden = self.enter(block) if hidden is None else hidden
+        cos_sin = self._rotary.cos_sin(block, hidden)
         kind = bucket(min(block.rows, _MOST_ROWS)), type(block), block.backend
         known = kind in self._launched
         self._launched.add(kind)
         with nullcontext() if known else FirstTimes.during():  # kernels are compiled for it
             return self._launch(hidden, block, first, last, taps, cos_sin)
+
+    def _turns(self, hidden: torch.Tensor | None, block: Rows) -> CosSin | None:
+        """Cosines and sines for a recorded step; None where it looks them up."""
+        if self._tables is not None:
+            self._tables.reach(block.end)
+            return None
+        assert hidden is not None
+        return self._rotary.cos_sin(block, hidden)
 
     def finish(
         self,
@@ -225,11 +244,20 @@ class CudaRunner(LayerByLayer):
         joints: Joints,
         top_k: int = 1,
     ) -> Finished:
-        """As a runner's; where a step is recorded, so are the last norm, the head, argmax and draws."""
+        """As a runner's; where a step is recorded, so are the last norm, the head, argmax, draws, walk and commit.
+
+        Raises:
+            TargetError: rows that were committed already are entered again, whose first layers' slots have others now.
+        """
+        if first and any(part.moved for part, _, _ in block.parts):
+            raise TargetError("rows that a step has committed cannot enter it again; make another block of them")
         if not (self._ends and joints.plain and self._graphs.takes(block)):
             return super().finish(hidden, block, first, last, taps, rows, joints, top_k)
         hidden, found = self.run(hidden, block, first, last, {*taps, LOGITS})
         ends = [found.pop(name, None) for name in (LOGITS, PICKED)]  # not the second where recording failed
+        if ends[1] is not None and self._store is not None:
+            for part, _, _ in block.parts:
+                part.moved = part.decides and part.rows > 1
         if rows is not None and not rows:
             return hidden, found, None
         if rows is not None:
@@ -237,11 +265,9 @@ class CudaRunner(LayerByLayer):
             ends = [None if end is None else end.index_select(0, index) for end in ends]
         logits, picked = ends
         assert logits is not None
-        return (
-            hidden,
-            found,
-            Scores(logits) if picked is None else Scores(logits, picked=picked[:, 1], _argmax=picked[:, 0]),
-        )
+        if picked is None:
+            return hidden, found, Scores(logits)
+        return hidden, found, Scores(logits, picked=picked[:, 1], walked=picked[:, 2:], _argmax=picked[:, 0])
 
     def new_cache(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> KVCache:
         if not self.pages:
@@ -273,8 +299,8 @@ class CudaRunner(LayerByLayer):
         @contextmanager
         def recording(bucket: int) -> Iterator[Callable[[], Callable[[], None]]]:
             block = rows(counts[bucket])
-            hidden = self.enter(block)
-            with self._graphs.aside(hidden, block, self._rotary.cos_sin(block, hidden)) as record:
+            hidden = None if self.looks_up else self.enter(block)
+            with self._graphs.aside(hidden, block, self._turns(hidden, block)) as record:
                 yield lambda: record(self._whole)
 
         def same(weight: Weight, bucket: int, cut: Any) -> bool:
@@ -297,13 +323,17 @@ class CudaRunner(LayerByLayer):
 
     def _launch(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         block: Rows | StepInputs | Together,
         first: int,
         last: int,
         taps: Collection[int],
-        cos_sin: CosSin,
+        cos_sin: CosSin | None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        if cos_sin is None:
+            assert isinstance(block, StepInputs)
+            hidden, cos_sin = self._look_up(hidden, block)
+        assert hidden is not None
         found: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
         if isinstance(block, Batch) and all(layer.own(block) for layer in self._known):
@@ -326,9 +356,19 @@ class CudaRunner(LayerByLayer):
             found[LOGITS] = self.head(normed)
             if isinstance(block, StepInputs):
                 found[PICKED] = self._kernels.pick(found[LOGITS], block.where())
+                if block.where()["tokens"].shape[-1] > 1:  # else a path is the root alone
+                    self._kernels.walk(found[PICKED], block.where(), self._store, found[LOGITS])
             if FINAL in taps:
                 found[FINAL] = normed
         return hidden, found
+
+    def _look_up(self, hidden: torch.Tensor | None, inputs: StepInputs) -> tuple[torch.Tensor, CosSin]:
+        """What a recorded step begins with: hidden states, unless its rows bring them, and cosines and sines."""
+        assert self._tables is not None
+        weight = self._embedding if hidden is None else None
+        tables, like = self._tables, self._known[0].norm[0]
+        found, cos, sin = self._kernels.look_up(inputs.where(), tables.addresses, tables.width, like, weight)
+        return found if hidden is None else hidden, (cos, sin, inputs.order)
 
     def _sum(self, hidden: torch.Tensor, delta: torch.Tensor | None, number: int) -> torch.Tensor:
         """What goes on from a layer, added as the next norm would add it."""
@@ -349,6 +389,14 @@ class CudaRunner(LayerByLayer):
                 rows, device = where["places"].numel(), where["places"].device
                 depths = torch.arange(where["places"].shape[-1], dtype=torch.int32, device=device)
                 where["paths"] = depths.repeat(rows, 1)
+
+
+def _is_plain_embedding(embedding: nn.Module, gain: torch.Tensor) -> bool:
+    """Whether nothing but its weight's rows are embeddings; ``gain``: of a layer's norm."""
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None or why_special(embedding) is not None:
+        return False
+    weight = embedding.weight
+    return (weight.dtype, weight.device) == (gain.dtype, gain.device) and weight.is_contiguous()
 
 
 def _why_ends_special(norm: nn.Module, head: nn.Module, gain: torch.Tensor) -> str | None:

@@ -1,8 +1,9 @@
 """CUDA graphs of steps: hundreds of launches from Python are recorded once and replayed by one launch.
 
 A graph repeats its launches with the same arguments, so everything that differs between steps is in memory at fixed
-addresses: hidden states, cosines and sines, and the block's arrays (:attr:`specdec.step.block.Block.step`), which hold
-the addresses of the sequence's cache, or of the list of its pages. So one graph serves texts of every length, growing
+addresses: the block's arrays (:attr:`specdec.step.block.Block.step`), which hold tokens, positions and the addresses of
+the sequence's cache, or of the list of its pages; and hidden states, of rows that already passed some layers. So one
+graph serves texts of every length, growing
 caches, and any number of caches. Graphs are recorded per bucket of rows, bucket of the tree's rows, and range of
 layers. Padding rows of a bucket are computed, but store nothing and are not read. In a batch
 (:class:`specdec.step.batched_rows.Batch`) each sequence has a bucket.
@@ -34,9 +35,10 @@ CosSin = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, and 
 
 
 LOGITS, PICKED = -2, -3
-"""In the place of taps: the logits [B, V], and int64 [B, 2] each row's argmax, as by
-:func:`specdec.sampling.scores.finite_argmax`, and the target's draw. Where the first is asked for, the last norm, the
-head and these are a part of the step."""
+"""In the place of taps: the logits [B, V], and int64 [B, 5] each row's argmax, as by
+:func:`specdec.sampling.scores.finite_argmax`, the target's draw, and of its sequence the last row that is accepted, its
+depth, and the target's token after that. Where the first is asked for, the last norm, the head and these are a part of
+the step."""
 
 
 class Recorder(Protocol):
@@ -103,22 +105,20 @@ class StepInputs:
     """The inputs of one bucket's graphs, at fixed addresses; it takes a block's place while graphs are recorded.
 
     Attributes:
-        hidden: [B, D].
-        cos_sin: cosines and sines [B, d] of the rows, and the rows' numbers.
+        hidden: [B, D]; None until a step brings its rows' hidden states.
+        cos_sin: cosines and sines [B, d] of the rows, and ``order``; None until a step brings them.
+        order: int64 [B], the rows' numbers.
         windows: window of each layer's attention.
         backend: attention backend; graphs have their own attention kernels.
     """
 
     backend = "auto"
 
-    def __init__(self, hidden: torch.Tensor, block: Rows, cos_sin: CosSin) -> None:
-        rows, width = block.shapes["closure"][..., 0].size, cos_sin[0].shape[1]
-        self.hidden = hidden.new_zeros(rows, hidden.shape[1])
-        self.cos_sin = (
-            cos_sin[0].new_zeros(rows, width),
-            cos_sin[1].new_zeros(rows, width),
-            torch.arange(rows, device=hidden.device),
-        )
+    def __init__(self, block: Rows) -> None:
+        rows = block.shapes["closure"][..., 0].size
+        self.hidden: torch.Tensor | None = None
+        self.cos_sin: CosSin | None = None
+        self.order = torch.arange(rows, device=block.sent["step"].device)
         self.windows = [group.window for group in block.parts[0][0].cache.group_of]
         self._bytes = torch.empty_like(block.sent["step"])
         self._where = device_copies.views(self._bytes, block.shapes)
@@ -128,19 +128,34 @@ class StepInputs:
         """As a block's."""
         return self._where
 
-    def fill(self, hidden: torch.Tensor, block: Rows, cos_sin: CosSin) -> None:
-        """Have the rows of a block, or of a batch."""
+    def fill(self, hidden: torch.Tensor | None, block: Rows, cos_sin: CosSin | None) -> None:
+        """Have the rows of a block, or of a batch; None for what the graph itself looks up."""
+        spread = block.sent["spread"] if isinstance(block, Batch) else None
         for part, _, _ in block.parts:
             part.check_place()
         self._bytes.copy_(block.sent["step"])
-        cos, sin, at = cos_sin
-        if isinstance(block, Batch):
-            torch.index_select(hidden, 0, block.sent["spread"], out=self.hidden)
-            at = at.index_select(0, block.sent["spread"])
-        else:
-            self.hidden[: block.rows].copy_(hidden)
-        for own, values in zip(self.cos_sin[:2], (cos, sin), strict=True):
-            torch.index_select(values, 0, at, out=own[: len(at)])
+        if block.late:  # which are on the device only
+            _put(block.tokens[0], self._where["tokens"].view(-1), spread)
+        if hidden is not None:
+            if self.hidden is None:
+                self.hidden = hidden.new_zeros(len(self.order), hidden.shape[1])
+            _put(hidden, self.hidden, spread)
+        if cos_sin is not None:
+            cos, sin, at = cos_sin
+            if self.cos_sin is None:
+                cosines, sines = (values.new_zeros(len(self.order), values.shape[1]) for values in (cos, sin))
+                self.cos_sin = cosines, sines, self.order
+            at = at if spread is None else at.index_select(0, spread)
+            for own, values in zip(self.cos_sin[:2], (cos, sin), strict=True):
+                torch.index_select(values, 0, at, out=own[: len(at)])
+
+
+def _put(rows: torch.Tensor, there: torch.Tensor, spread: torch.Tensor | None) -> None:
+    """Copy rows to a graph's input, those of a batch to their places."""
+    if spread is None:
+        there[: len(rows)].copy_(rows)
+    else:
+        torch.index_select(rows, 0, spread, out=there)
 
 
 def _own(rows: torch.Tensor, block: Rows) -> torch.Tensor:
@@ -176,9 +191,18 @@ class StepGraphs:
         return there and block.again and block.backend == "auto" and self.failed is None
 
     def run(
-        self, hidden: torch.Tensor, block: Rows, first: int, last: int, taps: Collection[int], cos_sin: CosSin
+        self,
+        hidden: torch.Tensor | None,
+        block: Rows,
+        first: int,
+        last: int,
+        taps: Collection[int],
+        cos_sin: CosSin | None,
     ) -> Outcome | None:
-        """As a runner's ``run``; None where the step cannot be recorded, with a warning that has the reason."""
+        """As a runner's ``run``; None where the step cannot be recorded, with a warning that has the reason.
+
+        ``layers`` gets None for ``hidden``, and for ``cos_sin``, where it is None here, and looks them up.
+        """
         if isinstance(block, Batch):
             block.send()
         # Caches in pages, and others, have their own kernels.
@@ -187,19 +211,27 @@ class StepGraphs:
         wanted = frozenset(tap for tap in taps if first <= tap < last or (tap < 0 and LOGITS in taps))
         with self._lock:
             if sizes not in self._inputs:
-                self._inputs[sizes] = StepInputs(hidden, block, cos_sin)
-            inputs, key = self._inputs[sizes], (sizes, first, last, wanted, self.kind)
+                self._inputs[sizes] = StepInputs(block)
+            brought, turned = hidden is not None, cos_sin is not None
+            inputs, key = self._inputs[sizes], (sizes, first, last, wanted, self.kind, brought, turned)
             inputs.fill(hidden, block, cos_sin)
             if key not in self._graphs:
                 try:
                     with FirstTimes.during():
                         self._graphs[key] = self._recorder.record(
-                            lambda: self._layers(inputs.hidden, inputs, first, last, wanted, inputs.cos_sin)
+                            lambda: self._layers(
+                                inputs.hidden if brought else None,
+                                inputs,
+                                first,
+                                last,
+                                wanted,
+                                inputs.cos_sin if turned else None,
+                            )
                         )
                 except Exception as error:  # the driver's, the allocator's and the compiler's share no class but this
                     self.failed = f"{type(error).__name__}: {first_line(error)}"
                     warnings.warn(
-                        f"steps are launched kernel by kernel, more slowly, as no CUDA graph of {len(inputs.hidden)} "
+                        f"steps are launched kernel by kernel, more slowly, as no CUDA graph of {len(inputs.order)} "
                         f"rows can be recorded: {self.failed}",
                         SpecdecWarning,
                         stacklevel=2,
@@ -210,13 +242,15 @@ class StepGraphs:
             return _own(output, block), {tap: _own(rows, block) for tap, rows in found.items()}
 
     @contextmanager
-    def aside(self, hidden: torch.Tensor, block: Rows, cos_sin: CosSin) -> Iterator[Callable[..., Callable[[], None]]]:
+    def aside(
+        self, hidden: torch.Tensor | None, block: Rows, cos_sin: CosSin | None
+    ) -> Iterator[Callable[..., Callable[[], None]]]:
         """Record steps of these rows that are for no text: a function that records work, and returns what does it.
 
         No other step is run meanwhile, as it would share the recorder's memory.
         """
         with self._lock, FirstTimes.during():
-            inputs = StepInputs(hidden, block, cos_sin)
+            inputs = StepInputs(block)
             inputs.fill(hidden, block, cos_sin)
             yield lambda work: self._recorder.record(lambda: work(inputs))[1]
 

@@ -29,6 +29,8 @@ class Scores:
         drawn: per scored row the token that was drawn with the logits, see :attr:`specdec.step.block.Block.draw`; -1
             where none was. Empty where no row has one.
         picked: int64 [R] on the logits' device, the same where a step made the draws of all rows there.
+        walked: int64 [R, 3] beside it, of a row's sequence: the last row that ``match`` accepts, its depth, and the
+            target's token after that row.
         processed: [R, V] after the processors, where these took all rows at once (``Sampler.together``).
     """
 
@@ -37,6 +39,7 @@ class Scores:
     stored: Stored | None = None
     drawn: Sequence[int] = ()
     picked: torch.Tensor | None = None
+    walked: torch.Tensor | None = None
     processed: torch.Tensor | None = None
     _argmax: torch.Tensor | None = None  # of all rows, on the logits' device
     _largest: Sequence[int] = ()  # each row's argmax, -1 where its logits are no distribution
@@ -120,6 +123,13 @@ class Scores:
             found = all_rows.device_picked()
             return None if found is None else (found[0], found[1] + first, found[1] + last)
         return None if self.picked is None else (self.picked, 0, len(self.picked))
+
+    def device_walked(self, first: int = 0) -> torch.Tensor | None:
+        """int64 [3] of ``walked``, of the sequence that has row ``first`` of these; None where nothing was walked."""
+        if self._part_of is not None:
+            whole, before, _ = self._part_of
+            return whole.device_walked(before + first)
+        return None if self.walked is None else self.walked[first]
 
     def target_token(self, row: int) -> int | None:
         """The target's token after a row, if it was drawn with the logits or by :func:`decide`; else None.

@@ -144,6 +144,10 @@ class Verification:
         """The tensors to copy from a device before the verdict; None if ``verify`` reads them itself."""
         return None
 
+    def decides(self, draft: Draft) -> bool:
+        """Whether what is accepted may be decided, and committed, on a device, see :class:`Block`."""
+        return False
+
     def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: Any) -> Verdict:
         """The verdict by the block's :class:`specdec.target.TargetOutput`; it holds the scores."""
         scores = output.scores(rows)

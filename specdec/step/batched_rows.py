@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,14 +71,14 @@ class Batch(Rows):
         arrays, stacked = self._stacked() if self.again else {}, self.shapes
         fresh = [(number, *part) for number, part in enumerate(self._parts) if not part[0].is_sent]
         whole = len(fresh) == len(blocks)
-        if whole:  # one array for all rows, of which each block has its part
+        if whole and not stacked:  # one array for all rows, of which each block has its part
             arrays["positions"] = _positions(blocks)
-            if Later not in {type(block.ids) for block in blocks}:
+            if not self.late:
                 arrays["tokens"] = np.array([self.ids], dtype=np.int64)
         own = [*arrays]
         for number, block, _, _ in fresh:
             each = block.more if whole else block.arrays
-            if whole and "tokens" not in own and type(block.ids) is not Later:  # beside others that a device drafted
+            if whole and not stacked and self.late and "tokens" in block.arrays:  # beside others that a device drafted
                 each = {"tokens": block.arrays["tokens"], **each}
             if not stacked:
                 each = {"step": device_copies.packed(block.shapes), **each}
@@ -117,6 +117,10 @@ class Batch(Rows):
         return [token for block, _, _ in self._parts for token in block.ids]
 
     @property
+    def late(self) -> bool:
+        return Later in {type(block.ids) for block, _, _ in self._parts}
+
+    @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         self.send()
         return self._parts
@@ -126,6 +130,8 @@ class Batch(Rows):
         if any(block.apart for block, _, _ in self.parts):
             if "tokens" in self.sent:
                 return self.sent["tokens"]
+            if self.again and not self.late:
+                return self._of_step("tokens")
             return torch.cat([block.tokens for block, _, _ in self.parts], 1)
         return torch.tensor([self.ids])
 
@@ -134,7 +140,14 @@ class Batch(Rows):
         parts = self.parts
         if "positions" in self.sent:
             return self.sent["positions"]
+        if self.again and not any(block.first for block, _, _ in parts):
+            return self._of_step("places")
         return torch.cat([block.positions for block, _, _ in parts], 1)
+
+    def _of_step(self, name: str) -> torch.Tensor:
+        """[1, T] of the rows, of an array of ``step`` that has them at the places ``packed``."""
+        every = device_copies.views(self.sent["step"], self.shapes)[name]
+        return every.reshape(-1).index_select(0, self.sent["packed"])[None]
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         for block, first, last in self.parts:
@@ -187,12 +200,14 @@ class _Padding(NamedTuple):
     Attributes:
         counts: [S] rows.
         fits: [S, K] whether a place is a row's, for as many places as the longest has rows, padded to a bucket.
+        above: [sequences, K] of chains, see ``step`` of :class:`specdec.step.block.Block`.
         closure: [sequences, K, K] of chains, the sequences padded to a bucket.
         spread, packed: see :class:`Batch`.
     """
 
     counts: npt.NDArray[np.int64]
     fits: npt.NDArray[np.bool_]
+    above: npt.NDArray[np.int64]
     closure: npt.NDArray[np.bool_]
     spread: npt.NDArray[np.int64]
     packed: npt.NDArray[np.int64]
@@ -205,9 +220,11 @@ def _padding(counts: tuple[int, ...]) -> _Padding:
     fits = np.arange(rows) < known[:, None]
     closure = np.zeros((sequences, rows, rows), dtype=np.bool_)
     closure[: len(counts)] = np.tri(rows, dtype=np.bool_) & fits[:, :, None] & fits[:, None]
+    above = np.zeros((sequences, rows), dtype=np.int64)
+    above[: len(counts)] = np.maximum(np.arange(rows), 1) * fits
     packed, spread = np.flatnonzero(fits), np.zeros(sequences * rows, dtype=np.int64)
     spread[packed] = np.arange(len(packed))
-    found = _Padding(known, fits, closure, spread, packed)
+    found = _Padding(known, fits, above, closure, spread, packed)
     for array in found:
         array.flags.writeable = False
     return found
@@ -223,9 +240,24 @@ def _chains(blocks: Sequence[Block], padding: _Padding) -> dict[str, npt.NDArray
     places[own] = known[:, None] if rows == 1 else (known[:, None] + np.arange(rows)) * padding.fits
     table = np.empty((sequences, *blocks[0].cache.table.shape), dtype=np.int64)
     np.concatenate([block.cache.table for block in blocks], out=table[own].reshape(-1, table.shape[-1]))
-    draws = np.zeros((sequences, 2), dtype=np.int64)
+    draws, tokens = np.zeros((sequences, 2), dtype=np.int64), np.zeros((sequences, rows), dtype=np.int64)
+    above = padding.above.copy()
+    above[own] = np.where([[block.decides] for block in blocks], above[own], 0)
+    for number, block in enumerate(blocks):
+        if block.probes:
+            above[number, [*block.probes]] = 0
     draws[own] = [block.draws for block in blocks]
-    return {"counts": counts, "table": table, "draws": draws, "places": places, "closure": padding.closure}
+    ids = [[0] * block.rows if type(block.ids) is Later else block.ids for block in blocks]
+    tokens.reshape(-1)[padding.packed] = [*chain.from_iterable(ids)]
+    return {
+        "counts": counts,
+        "table": table,
+        "draws": draws,
+        "tokens": tokens,
+        "above": above,
+        "places": places,
+        "closure": padding.closure,
+    }
 
 
 def _of_chains(blocks: Sequence[Block]) -> dict[str, npt.NDArray[Any]]:

@@ -7,7 +7,7 @@ reads them. So neither layers nor globals hold state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -59,6 +59,11 @@ class Rows(ABC):
     @abstractmethod
     def ids(self) -> Sequence[int]:
         """The rows' tokens on the host. Reading a :class:`specdec.step.device_copies.Later` waits for the device."""
+
+    @property
+    @abstractmethod
+    def late(self) -> bool:
+        """Whether a device may still be computing tokens."""
 
     @property
     @abstractmethod
@@ -149,16 +154,25 @@ class Block(Rows):
             before the tree, of the tree's rows before this block, and of the block's rows; ``table`` is the cache's.
             For a tree, or where rows come ``again``, also ``draws`` [2] and, padded to buckets, the positions
             ``places`` [K] of all the tree's rows and ``closure`` [T, K], whether a row sees another. A chain's earlier
-            rows count as tokens.
+            rows count as tokens. Where rows come ``again``, also ``tokens`` [T], zeros where a device still computes
+            them, and ``above`` [T]: one more than each row's parent, 0 where the row cannot be accepted. The root has 1
+            where the step ``decides``, else all have 0.
         shapes: the same arrays on the host.
         apart: whether the device has its own memory.
         shared: the block's part of what a batch copied; None where none has.
+        decides: whether a recorded step of these rows, a whole draft, may decide by ``match`` what is accepted, from
+            its own argmax or draws.
+        moved: whether a recorded step did so, and moved the keys and values of the accepted rows together.
+        probes: rows that are never accepted.
         draws: what the draws of all rows follow from (``Noise.draws_of``), for kernels on a device; zeros where no row
             has one.
         draw: temperature and key (``Noise.key``) of the first row's draw, which a runner may make together with the
             logits; None where no draw is needed.
     """
 
+    decides: bool = False
+    moved: bool = False
+    probes: Collection[int] = ()
     ids: Sequence[int] = ()
     draw: tuple[float, int] | None = None
     draws: tuple[int, int] = (0, 0)
@@ -252,6 +266,8 @@ class Block(Rows):
     @cached_property
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays that go to a device with these rows, but for ``step``."""
+        if self.again:  # positions and tokens are parts of ``step``
+            return {**self.more}
         arrays: dict[str, npt.NDArray[Any]] = {"positions": self._places[None, self.first :]}
         if type(self.ids) is not device_copies.Later:
             arrays["tokens"] = np.array([self.ids], dtype=np.int64)
@@ -276,6 +292,11 @@ class Block(Rows):
         if self.parents is None and not self.again:
             return arrays
         arrays["draws"] = np.array(self.draws, dtype=np.int64)
+        if self.again:
+            arrays["tokens"] = np.zeros(bucket(self.rows), dtype=np.int64)
+            if type(self.ids) is not device_copies.Later:
+                arrays["tokens"][: self.rows] = self.ids
+            arrays["above"] = self._above()
         arrays["places"] = np.zeros(bucket(size), dtype=np.int64)
         arrays["places"][:size] = every[self.first - before :]
         if self.parents is None:
@@ -284,6 +305,15 @@ class Block(Rows):
             arrays["closure"] = np.zeros((bucket(self.rows), bucket(size)), dtype=np.bool_)
             arrays["closure"][: self.rows, :size] = ancestors(self.parents[:size])[before:]
         return arrays
+
+    def _above(self) -> npt.NDArray[np.int64]:
+        """See ``step``."""
+        above = np.zeros(bucket(self.rows), dtype=np.int64)
+        if self.decides:
+            above[: self.rows] = range(self.rows) if self.parents is None else np.array(self.parents) + 1
+            above[[*self.probes]] = 0
+            above[0] = 1
+        return above
 
     def where(self) -> dict[str, torch.Tensor]:
         """The arrays of ``step``, for kernels that are about to run.
@@ -317,17 +347,26 @@ class Block(Rows):
         return super().index(rows, device)
 
     @property
+    def late(self) -> bool:
+        return type(self.ids) is device_copies.Later
+
+    @property
     def parts(self) -> Sequence[tuple[Block, int, int]]:
         return ((self, 0, self.rows),)
 
     @property
     def tokens(self) -> torch.Tensor:
-        return self.sent["tokens"] if "tokens" in self.sent else torch.tensor([[*self.ids]])
+        if "tokens" in self.sent:
+            return self.sent["tokens"]
+        return self.step["tokens"][None, : self.rows] if "tokens" in self.step else torch.tensor([[*self.ids]])
 
     @cached_property
     def positions(self) -> torch.Tensor:
         if "positions" in self.sent:
             return self.sent["positions"]
+        if "places" in self.step:
+            before = 0 if self.parents is None else self.first
+            return self.step["places"][None, before : before + self.rows]
         depths = self.depths[self.first : self.first + self.rows]
         return torch.tensor([[self.length + depth for depth in depths]], device=self.device)
 

@@ -160,13 +160,16 @@ class KVCache:
                 f"or raise the engine's max_rows (now {self.rows})"
             )
 
-    def commit(self, path: Sequence[int]) -> None:
-        """Keep the tree rows ``path`` (ascending, from 0 on) as the next committed tokens; forget the other rows."""
-        if path and path[-1] >= len(path):
-            moved = next(place for place, row in enumerate(path) if place != row)
-            source = [self.length + row for row in path[moved:]]
+    def commit(self, path: Sequence[int], *, moved: bool = False) -> None:
+        """Keep the tree rows ``path`` (ascending, from 0 on) as the next committed tokens; forget the other rows.
+
+        ``moved``: a device has moved them together already, perhaps with further rows that are scratch then.
+        """
+        if path and path[-1] >= len(path) and not moved:
+            first = next(place for place, row in enumerate(path) if place != row)
+            source = [self.length + row for row in path[first:]]
             for group in self.groups:
-                group.move(source, self.length + moved)
+                group.move(source, self.length + first)
         self.length += len(path)
 
     def take(self, former: KVCache, count: int) -> bool:

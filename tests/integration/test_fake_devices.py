@@ -137,6 +137,13 @@ def tree_kernel(query: Any, keys: Any, values: Any, tail: Any, mask: Any, scale:
     return query.new_empty(1, query.shape[1], rows, values.shape[-1])
 
 
+def _looked_up(where: Any, tables: Any, turned: int, like: Any, weight: Any) -> Any:
+    same(tables, like, weight, *where.values())
+    rows = where["tokens"].numel()
+    hidden = None if weight is None else weight.new_empty(rows, weight.shape[1])
+    return hidden, like.new_empty(rows, turned), like.new_empty(rows, turned)
+
+
 def _add_norm(residual: Any, delta: Any, weight: Any, epsilon: float) -> Any:
     same(residual, delta, weight)
     return residual.clone(), residual.clone()
@@ -175,12 +182,18 @@ def _paths(where: Any) -> Any:
 def _picked(logits: Any, where: Any) -> Any:
     same(logits, *where.values())
     assert len(logits) % (where["draws"].numel() // 2) == 0
-    return where["draws"].new_empty(len(logits), 2)
+    return where["draws"].new_empty(len(logits), 5)
+
+
+def _walked(picked: Any, where: Any, store: Any, like: Any) -> None:
+    same(picked, like, *where.values())
+    assert picked.shape == (where["tokens"].numel(), 5)
+    assert where["above"].shape == where["tokens"].shape
 
 
 LAYER = SimpleNamespace(
-    add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended, product=_product, paths=_paths,
-    pick=_picked, segments_of=lambda positions: 1,
+    look_up=_looked_up, add_norm=_add_norm, turn_and_store=_turned, gate=_gated, step_attention=_attended,
+    product=_product, paths=_paths, pick=_picked, walk=_walked, segments_of=lambda positions: 1,
 )  # fmt: skip
 
 

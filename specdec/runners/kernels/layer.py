@@ -14,15 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.runners.kernels.embedding import look_up
 from specdec.runners.kernels.launch import after_former, early, on_device
 from specdec.runners.kernels.pick import pick
 from specdec.runners.kernels.product import buckets_of, offered, product, shared_of
 from specdec.runners.kernels.step import page_of, paths, segments_of, step_attention
+from specdec.runners.kernels.walk import walk
 
 __all__ = [
     "add_norm",
     "buckets_of",
     "gate",
+    "look_up",
     "offered",
     "paths",
     "pick",
@@ -31,6 +34,7 @@ __all__ = [
     "shared_of",
     "step_attention",
     "turn_and_store",
+    "walk",
 ]
 
 _BLOCK = 1024  # numbers of a program where rows do not matter

@@ -75,20 +75,28 @@ def _join(
     x = tl.load(best + there + part, mask=inside, other=float("-inf"))
     value, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(best_at + there + at).to(tl.int64)
-    tl.store(picked + 2 * row, tl.where(tl.abs(value) < float("inf"), token, -1))
+    own = tl.where(tl.abs(value) < float("inf"), token, -1)
+    tl.store(picked + 5 * row, own)
+    drawn_token = own * 0 - 1
     if scale != 0:
         y = tl.load(drawn + there + part, mask=inside, other=float("-inf"))
         most, where = tl.max(y, 0, return_indices=True, return_indices_tie_break_left=True)
         token = tl.load(drawn_at + there + where).to(tl.int64)
-        tl.store(picked + 2 * row + 1, tl.where(tl.abs(most) < float("inf"), token, -1))
-    else:
-        tl.store(picked + 2 * row + 1, -1)
+        drawn_token = tl.where(tl.abs(most) < float("inf"), token, -1)
+        own = drawn_token
+    tl.store(picked + 5 * row + 1, drawn_token)
+    if ROWS == 1:  # of a root alone there is nothing to walk
+        tl.store(picked + 5 * row + 2, 0)
+        tl.store(picked + 5 * row + 3, 0)
+        tl.store(picked + 5 * row + 4, own)
 
 
 def pick(logits: torch.Tensor, where: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """int64 [B, 2]: the argmax of each row of ``logits`` [B, V], and the target's draw after it.
+    """int64 [B, 5]: the argmax of each row of ``logits`` [B, V], the target's draw after it, and of its sequence the
+    last row that is accepted, its depth, and the target's token after that.
 
-    A row whose logits are no distribution has -1, and so has the draw of a text that is not sampled.
+    A row whose logits are no distribution has -1, and so has the draw of a text that is not sampled. The last three
+    are :func:`specdec.runners.kernels.walk.walk`'s, where a sequence has more than one row.
 
     Args:
         where: a block's ``step``, of one sequence or several with B rows in all; ``draws`` among its arrays.
@@ -98,7 +106,7 @@ def pick(logits: torch.Tensor, where: Mapping[str, torch.Tensor]) -> torch.Tenso
     parts = triton.cdiv(tokens, _PART)
     best, drawn = (logits.new_empty(rows, parts, dtype=dtype) for dtype in (torch.float32, torch.float64))
     best_at, drawn_at = (logits.new_empty(rows, parts, dtype=torch.int32) for _ in range(2))
-    picked = logits.new_empty(rows, 2, dtype=torch.int64)
+    picked = logits.new_empty(rows, 5, dtype=torch.int64)
     shape: dict[str, Any] = {"ROWS": rows // (draws.numel() // 2), **early(logits.device)}
     with on_device(logits):
         _pick[(rows, parts)](

@@ -26,6 +26,7 @@ from specdec.runners.runner import LayerRunner
 from specdec.step import device_copies
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
+from specdec.step.cache import KVCache
 from specdec.step.pages import PagePool
 from specdec.step.tree import Entry
 from specdec.target import FINAL
@@ -241,6 +242,54 @@ def test_the_head_argmax_and_draws_are_in_the_graph(
     assert [one.token_ids for one in found] == expected
     assert all(inside), "the head of no step that is recorded is run behind it"
     assert any(drawn) == mixed
+
+
+@pytest.mark.parametrize("pages", [True, False])
+@pytest.mark.parametrize("drafter", ["token_recycling", "medusa", "kangaroo"])
+@pytest.mark.parametrize("sampling", [None, TEMPERED, SAMPLED])
+def test_the_walk_and_the_commit_are_in_the_graph(
+    sampling: SamplingParams | None,
+    drafter: str,
+    pages: bool,
+    tmp_path: Path,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of trees in a batch whose texts begin, end and are cut in turn. Behind other processors the host does both."""
+    plain, target = (TransformersTarget(new_model("llama", torch.float64)), fused(new_model("llama", torch.float64)))
+    assert isinstance(target.runner, CudaRunner)
+    target.runner.pages = pages
+    options = {**settings_of(drafter, plain, tmp_path)[-1]}
+    if drafter != "token_recycling":
+        options["check_target"] = False
+    prompts = [prompt_of(size, seed=size) for size in (50, 1, 9, 61)]
+    single = Engine(plain, None, options, max_rows=12)
+    expected = [single.generate(prompt, 20 + 9 * n, sampling).token_ids for n, prompt in enumerate(prompts)]
+    ends = [text[len(text) // 2] for text in expected]  # cut in the midst of what a step accepted
+    stopped = [text[: text.index(end) + 1] for text, end in zip(expected, ends, strict=True)]
+    by_host, by_graph, walks = list[int](), list[int](), list[int]()
+    commit, last_row = KVCache.commit, device_step.last_row
+
+    def committed(cache: KVCache, path: Sequence[int], *, moved: bool = False) -> None:
+        if path and path[-1] >= len(path):
+            (by_graph if moved else by_host).append(path[-1])
+        commit(cache, path, moved=moved)
+
+    monkeypatch.setattr(KVCache, "commit", committed)
+    monkeypatch.setattr(device_step, "last_row", lambda *arrays: (walks.append(1), last_row(*arrays))[1])
+    engine = Engine(target, None, options, max_rows=12)
+    found = engine.generate_batch(prompts, [20 + 9 * n for n in range(4)], sampling, batch=3)
+    assert [one.token_ids for one in found] == expected
+    by_host.clear()  # of steps beside a chunk of a prompt, which are launched
+    walks.clear()
+    for prompt, end, text in zip(prompts, ends, stopped, strict=True):
+        assert engine.generate(prompt, 50, sampling, stop_token_ids=[end]).token_ids == text
+    if sampling is SAMPLED:
+        assert not by_graph
+    else:
+        assert not by_host
+        assert not walks
+        assert by_graph or drafter != "token_recycling"
 
 
 @pytest.mark.parametrize(

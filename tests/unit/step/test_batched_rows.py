@@ -116,4 +116,4 @@ def test_nothing_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     for block in blocks:
         assert block.sent is block.sent
         assert block.step
-    assert sizes == [5 + 2], "step, spread, packed, tokens, positions, and what two blocks have besides"
+    assert sizes == [3 + 2], "step, spread, packed, and what two blocks have besides"
