@@ -6,6 +6,7 @@ holds for a graph of the kernels: it reads nothing but what was sent.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -184,6 +185,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.made: list[int] = []
         self.replays: Counter[int] = Counter()
         self.fails: Exception | None = None
@@ -197,6 +199,7 @@ class Recorder:
         self.made.append(len(hidden))
 
         def replay() -> None:
+            assert self.lock.locked()  # on a device, what another thread does again would overwrite the outcome
             self.replays[number] += 1
             again, found = work()
             kept[0].copy_(again)

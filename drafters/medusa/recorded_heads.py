@@ -6,7 +6,6 @@ to step or from text to text (state, root, where the noise begins, temperature) 
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 
@@ -48,7 +47,6 @@ class RecordedHeads:
         self._start = torch.zeros_like(self._root)
         self._temperature = torch.ones(1, dtype=torch.float64, device=like.device)
         self._graphs: dict[bool, tuple[torch.Tensor, Callable[[], None]]] = {}
-        self._lock = threading.Lock()  # threads that share a target share its inputs
         self.failed: str | None = None
 
     def guess(
@@ -61,7 +59,7 @@ class RecordedHeads:
         if self.failed is not None:
             return None
         draws = start is not None
-        with self._lock, torch.no_grad():
+        with self._recorder.lock, torch.no_grad():
             self._hidden.copy_(hidden)
             self._root.copy_(root)
             if start is not None:

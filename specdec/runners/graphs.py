@@ -42,7 +42,14 @@ the step."""
 
 
 class Recorder(Protocol):
-    """Keeps work on a device, to be done again."""
+    """Keeps work on a device, to be done again.
+
+    Attributes:
+        lock: held by whoever does such work again, until its outcome is copied: all of it shares memory, and threads
+            share its inputs.
+    """
+
+    lock: threading.Lock
 
     def record(self, work: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
         """Where the work puts its outcome, not computed yet, and what computes it there, from what is there then."""
@@ -54,6 +61,7 @@ class CudaRecorder:
     _one: ClassVar[threading.Lock] = threading.Lock()  # torch waits for the device before it captures: none may be then
 
     def __init__(self, device: torch.device) -> None:
+        self.lock = threading.Lock()
         self._device = device
         self._pool: Any = None
         self._stream: Any = None
@@ -181,7 +189,7 @@ class StepGraphs:
         self._recorder, self._layers = recorder, layers
         self._inputs: dict[tuple[int, ...], StepInputs] = {}
         self._graphs: dict[Any, tuple[Outcome, Callable[[], None]]] = {}
-        self._lock = threading.Lock()  # threads that share a target share its inputs
+        self._lock = recorder.lock
         self.failed: str | None = None
         self.kind = 0
 
