@@ -29,7 +29,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.runners.kernels import embedding, launch, layer, pick, product, step, tree
+from specdec.runners.kernels import embedding, launch, layer, pick, product, step, tree, walk
 from specdec.step.pages import PAGE
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -158,6 +158,17 @@ def embedding_variants(sample: bool, arch: int) -> Iterator[Variant]:
         yield f"look_up {dtype} width {width}", embedding._look_up, {**types, **own}, constants
 
 
+def walk_variants(sample: bool, arch: int) -> Iterator[Variant]:
+    """Walk and commit: dtypes x buckets of rows x widths of heads x pages."""
+    types = dict.fromkeys(("picked", "draws", "above", "tokens", "counts", "table"), "i64")
+    kinds = product_of((2, 128), (128,) if sample else WIDTHS, (1, 8, 32), (0, PAGE))
+    for dtype, (rows, width, heads, page) in product_of(DTYPES[::2] if sample else DTYPES, kinds):
+        constants = {"ROWS": rows, "HEADS": heads, "WIDTH": width, "GROUPS": triton.next_power_of_2(heads),
+                     "WIDE": triton.next_power_of_2(width), "PAGE": page, "num_warps": 4}  # fmt: skip
+        name = f"walk {dtype} of {rows} rows width {width} heads {heads}{' paged' if page else ''}"
+        yield name, walk._walk, {**types, "like": dtype}, constants
+
+
 def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
     """Those in which two properties meet, such as a dtype and a head width, that did not meet in one before."""
     met = set[tuple[str, str]]()
@@ -169,7 +180,7 @@ def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
 
 
 VARIANTS = (
-    tree_variants, layer_variants, step_variants, product_variants, pick_variants, embedding_variants,
+    tree_variants, layer_variants, step_variants, product_variants, pick_variants, embedding_variants, walk_variants,
 )  # fmt: skip
 
 
