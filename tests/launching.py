@@ -150,7 +150,9 @@ class Kernels:
                     here, there = (self._stores(one, layer, begin + at, begin + at + 1)[0] for at in (row, place))
                     there[1].copy_(here[1])
                     there[2].copy_(here[2])
-            rows[:, 2:] = torch.tensor([path[-1], len(path) - 1, own[path[-1]]] if decided else [-1, -1, -1])
+            found = (path[-1], len(path) - 1, own[path[-1]]) if decided else (-1, -1, -1)
+            for column, number in enumerate(found, 2):
+                rows[:, column].fill_(number)
 
     def _stores(self, where: Mapping[str, Any], layer: int, first: int, last: int) -> list[tuple[Any, ...]]:
         """The keys and the values [heads, n, d] of the positions [first, last), by those that lie beside each other."""
