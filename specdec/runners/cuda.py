@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from specdec.errors import TargetError
 from specdec.runners.attention import attend
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.cuts import ChosenCuts, Weight, weight_of
+from specdec.runners.ends import Head, Norm, any_rows, is_plain_embedding, why_ends_special
 from specdec.runners.graphs import LOGITS, PICKED, CosSin, Recorder, StepGraphs, StepInputs
-from specdec.runners.known_layers import KnownLayer, is_known_norm, why_special
+from specdec.runners.known_layers import KnownLayer
 from specdec.runners.layers import LayerByLayer, stack_linears
 from specdec.runners.linear import DenseLinear
 from specdec.runners.memory_pages import FilePages
@@ -188,13 +188,13 @@ class CudaRunner(LayerByLayer):
         **parts: Any,
     ) -> None:
         norm, head = parts["norm"], parts["head"]
-        special = _why_ends_special(norm, head, layers[0].norm[0])
+        special = why_ends_special(norm, head, layers[0].norm[0])
         self.varies = next(filter(None, (layer.varies for layer in layers)), special) or _why_varying(head.weight.data)
         self._ends = special is None
         read = [*parts["modules"], head] if self._ends else [*parts["modules"]]
         embedding, like, rotary = parts["embedding"], layers[0].norm[0], parts["rotary"]
         self._tables = Tables(rotary, like) if rotary.fixed else None
-        self.looks_up = self._tables is not None and _is_plain_embedding(embedding, like)
+        self.looks_up = self._tables is not None and is_plain_embedding(embedding, like)
         self._embedding = embedding.weight.data if self.looks_up else None
         read += [embedding] if self.looks_up else []
         super().__init__("fused", [], **{**parts, "modules": read})
@@ -206,7 +206,7 @@ class CudaRunner(LayerByLayer):
         self._launched: set[tuple[int, type, str]] = set()  # kinds of rows that were launched kernel by kernel
         self.pages, self._pools = self.batch_invariant, dict[tuple[LayerSpec, int], PagePool]()
         if self.batch_invariant:
-            self.norm, self.head = _Norm(kernels, norm), _Head(kernels, head, cuts)
+            self.norm, self.head = Norm(kernels, norm), Head(kernels, head, cuts)
 
     def run(
         self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
@@ -304,7 +304,7 @@ class CudaRunner(LayerByLayer):
                 yield lambda: record(self._whole)
 
         def same(weight: Weight, bucket: int, cut: Any) -> bool:
-            own, activations = products[weight], _any_rows(bucket, products[weight].weight)
+            own, activations = products[weight], any_rows(bucket, products[weight].weight)
             given = {"gated": weight[-1], "whole": own is head}
             one, other = (
                 self._kernels.product(activations, own.weight, own.bias, cuts=cuts, **given)
@@ -389,57 +389,3 @@ class CudaRunner(LayerByLayer):
                 rows, device = where["places"].numel(), where["places"].device
                 depths = torch.arange(where["places"].shape[-1], dtype=torch.int32, device=device)
                 where["paths"] = depths.repeat(rows, 1)
-
-
-def _is_plain_embedding(embedding: nn.Module, gain: torch.Tensor) -> bool:
-    """Whether nothing but its weight's rows are embeddings; ``gain``: of a layer's norm."""
-    if type(embedding) is not nn.Embedding or embedding.max_norm is not None or why_special(embedding) is not None:
-        return False
-    weight = embedding.weight
-    return (weight.dtype, weight.device) == (gain.dtype, gain.device) and weight.is_contiguous()
-
-
-def _why_ends_special(norm: nn.Module, head: nn.Module, gain: torch.Tensor) -> str | None:
-    """Why the last norm and the head are left to their modules, or None; ``gain``: of a layer's norm."""
-    if not is_known_norm(norm):
-        return f"the last norm is a {type(norm).__name__}, which its own module computes"
-    if type(head) is not nn.Linear or (special := why_special(head)) is not None:
-        return f"the head ({type(head).__name__}) {special if type(head) is nn.Linear else 'is no plain linear layer'}"
-    weights: list[Any] = [norm.weight, head.weight]
-    if any((weight.dtype, weight.device) != (gain.dtype, gain.device) for weight in weights):
-        return "the last norm or the head is in another dtype, or on another device, than the layers"
-    return None
-
-
-class _Norm:
-    """A plain RMS norm of rows of any shape [..., D]."""
-
-    def __init__(self, kernels: ModuleType, norm: Any) -> None:
-        self._kernels, self.weight, self.epsilon = kernels, norm.weight.data, norm.variance_epsilon
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        normed: torch.Tensor = self._kernels.add_norm(rows, None, self.weight, self.epsilon)[1]
-        return normed.view(hidden.shape)
-
-
-class _Head:
-    """A plain head, [..., D] to [..., V]."""
-
-    def __init__(self, kernels: ModuleType, head: nn.Linear, cuts: ChosenCuts) -> None:
-        self._kernels, self.weight, self._cuts = kernels, head.weight.data, cuts
-        self.bias = None if head.bias is None else head.bias.data
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        cuts = self._cuts.of(weight_of(self.weight))
-        logits: torch.Tensor = self._kernels.product(rows, self.weight, self.bias, cuts=cuts, whole=True)
-        return logits.view(*hidden.shape[:-1], -1)
-
-
-def _any_rows(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Rows [count, in] for a weight [out, in], of numbers of many sizes; torch's own generators give none of them."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(count, like.shape[1], generator=generator)
-    sizes = torch.randint(-6, 3, rows.shape, generator=generator)
-    return torch.ldexp(rows, sizes).to(like)
