@@ -3,9 +3,8 @@
 A graph repeats its launches with the same arguments, so everything that differs between steps is in memory at fixed
 addresses: the block's arrays (:attr:`specdec.step.block.Block.step`), which hold tokens, positions and the addresses of
 the sequence's cache, or of the list of its pages; and hidden states, of rows that already passed some layers. So one
-graph serves texts of every length, growing
-caches, and any number of caches. Graphs are recorded per bucket of rows, bucket of the tree's rows, and range of
-layers. Padding rows of a bucket are computed, but store nothing and are not read. In a batch
+graph serves texts of every length, growing caches, and any number of caches. Graphs are recorded per bucket of rows,
+bucket of the tree's rows, and range of layers. Padding rows of a bucket are computed, but store nothing and are not read. In a batch
 (:class:`specdec.step.batched_rows.Batch`) each sequence has a bucket.
 """
 
@@ -142,7 +141,8 @@ class StepInputs:
         for part, _, _ in block.parts:
             part.check_place()
         self._bytes.copy_(block.sent["step"])
-        if block.late:  # which are on the device only
+        # Tokens that are on the device only, where they are looked up or walked through.
+        if block.late and (hidden is None or any(part.decides for part, _, _ in block.parts)):
             _put(block.tokens[0], self._where["tokens"].view(-1), spread)
         if hidden is not None:
             if self.hidden is None:

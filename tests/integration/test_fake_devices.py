@@ -225,7 +225,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(device_copies, "address", lambda tensor: 0)
     monkeypatch.setattr(choices, "layer_kernels", lambda *shapes: LAYER)
     monkeypatch.setattr(cuts, "card_of", lambda device: None)
-    monkeypatch.setattr(choices, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list), lock=Lock()))
+    monkeypatch.setattr(
+        choices, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list), lock=Lock())
+    )
     monkeypatch.setattr(choices.RunnerMaker, "unpack", lambda maker: None)
     monkeypatch.setattr(
         transformers_target, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB)
