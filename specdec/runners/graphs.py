@@ -4,8 +4,8 @@ A graph repeats its launches with the same arguments, so everything that differs
 addresses: the block's arrays (:attr:`specdec.step.block.Block.step`), which hold tokens, positions and the addresses of
 the sequence's cache, or of the list of its pages; and hidden states, of rows that already passed some layers. So one
 graph serves texts of every length, growing caches, and any number of caches. Graphs are recorded per bucket of rows,
-bucket of the tree's rows, and range of layers. Padding rows of a bucket are computed, but store nothing and are not read. In a batch
-(:class:`specdec.step.batched_rows.Batch`) each sequence has a bucket.
+bucket of the tree's rows, and range of layers. Padding rows of a bucket are computed, but store nothing and are
+not read. In a batch (:class:`specdec.step.batched_rows.Batch`) each sequence has a bucket.
 """
 
 from __future__ import annotations
