@@ -6,7 +6,7 @@ block attend to the whole text and to each other, to later rows as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from drafters.heads.config import BlockConfig
-from drafters.heads.layers import LayerStep, Linear, embedding_of, normed, product, rotary_of, specs_of
+from drafters.heads.layers import LayerStep, Linear, Norm, embedding_of, normed, product, rotary_of, specs_of
 from drafters.heads.native_block import NativeBlock
+from drafters.heads.recorded_block import RecordedBlock
 from drafters.heads.weights import Block as BlockWeights
 from specdec.runners.attention import attend_all
 from specdec.runners.linear import linear_kernel
 from specdec.step.batched_rows import rows_of
 from specdec.step.block import Block, Rows
+from specdec.step.cache import KVCache
+from specdec.step.visibility import bucket
 from specdec.target import Target
 
 __all__ = ["Blank", "BlockStep", "Sequel"]
@@ -31,14 +34,12 @@ class Blank:
     """A sequence's input to a pass of the head.
 
     Attributes:
-        block: T rows of text that the head lacks, then the rows of a block; their tokens are not read.
+        block: T rows of text that the head lacks, whose tokens are not read, then the rows of a block.
         features: [T, taps x D] hidden states of the target for the rows of text.
-        root: the last token, with which the block begins.
     """
 
     block: Block
     features: torch.Tensor
-    root: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +62,7 @@ class BlockStep:
     Attributes:
         config: the head's config.
         native: the head in the native library; None where torch runs it.
+        recorded: its pass as a graph on a CUDA device; None where it is launched operation by operation.
         specs: what each layer caches.
         weights: number of weights that a pass reads.
     """
@@ -89,12 +91,30 @@ class BlockStep:
         self.specs = specs_of(config, self.device, self.dtype, windows=False)
         first = 0 if config.from_anchor else 1
         self._wanted = range(first, first + drafted)
+        recording = getattr(target, "recording", None) if self._layers else None
+        self.recorded: RecordedBlock | None = None
+        if recording is not None and RecordedBlock.fits(config):
+            parts: Any = {"context": self._context, "through": self._through, "ends": self._ends}
+            self.recorded = RecordedBlock(config, recording, self._rotary, **parts)
         size = (config.draft_vocab or config.vocab_size) * config.width
         self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
 
-    def _context(self, features: torch.Tensor) -> torch.Tensor:
+    def warm_up(self, sequences: int) -> None:
+        """Record the passes of up to ``sequences`` sequences beforehand."""
+        if self.recorded is None:
+            return
+        size, most = self.config.block_size, self.recorded.most
+        caches = [KVCache(self.specs, capacity=most, rows=most) for _ in range(bucket(sequences))]
+        width = self.config.hidden_size * len(self.config.taps)
+        for rows in {bucket(size + 1): size + 1, bucket(most): most}.values():
+            features = torch.zeros(rows - size, width, dtype=self.dtype, device=self.device)
+            for count in (1 << power for power in range(len(caches).bit_length())):
+                blocks = [Block(own, [0] * rows, device=self.device) for own in caches[:count]]
+                self.run([Blank(block, features) for block in blocks])
+
+    def _context(self, features: torch.Tensor, norm: Norm = normed) -> torch.Tensor:
         """[T, W] states from which keys and values of the text are computed."""
-        return normed(self._fc(features.to(self.device, self.dtype)), self._hidden_norm, self.config.norm_eps)
+        return norm(self._fc(features.to(self.device, self.dtype)), self._hidden_norm, self.config.norm_eps)
 
     @torch.no_grad()
     def absorb(self, block: Block, features: torch.Tensor) -> None:
@@ -110,43 +130,81 @@ class BlockStep:
     @torch.no_grad()
     def run(self, brought: Sequence[Blank]) -> list[Sequel]:
         """Run the blocks of several sequences; keys and values of all rows are stored."""
-        size, native = self.config.block_size, self.native
-        masks = [self.config.mask_token] * (size - 1)
-        tokens = [token for one in brought for token in (one.root, *masks)]
-        wanted = [first + row for first in range(0, len(tokens), size) for row in self._wanted]
-        if native is not None:
-            caches, features = [one.block.cache for one in brought], [one.features for one in brought]
-            last, logits = native.run(
-                caches, features, tokens, None if native.embeds else self._embedded(tokens), wanted
-            )
-        else:
-            last, logits = self._run(brought, self._embedded(tokens))[wanted], None
-        if logits is None:
-            last = normed(last, self._norm, self.config.norm_eps)
-            logits = self._head(last)
-        each = len(self._wanted)
-        return [Sequel(*pair) for pair in zip(torch.split(last, each), torch.split(logits, each), strict=True)]
+        found = self._by_library(brought) if self.native is not None else self._by_torch(brought)
+        pairs = zip(*(torch.split(part, len(self._wanted)) for part in found), strict=True)
+        return [Sequel(*pair) for pair in pairs]
 
-    def _embedded(self, tokens: Sequence[int]) -> torch.Tensor:
+    def tokens(self, root: int) -> list[int]:
+        """Those of a block."""
+        return [root, *[self.config.mask_token] * (self.config.block_size - 1)]
+
+    def _by_library(self, brought: Sequence[Blank]) -> tuple[torch.Tensor, torch.Tensor]:
+        """States behind the last norm [N, W], and logits [N, d], of the drafted rows of all blocks."""
+        assert self.native is not None
+        tokens = [token for one in brought for token in one.block.ids[-self.config.block_size :]]
+        wanted = [first + row for first in range(0, len(tokens), self.config.block_size) for row in self._wanted]
+        caches, features = [one.block.cache for one in brought], [one.features for one in brought]
+        embedded = None if self.native.embeds else self._embedded(tokens)
+        last, logits = self.native.run(caches, features, tokens, embedded, wanted)
+        return self._ends(last) if logits is None else (last, logits)
+
+    def _by_torch(self, brought: Sequence[Blank]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same; by a recorded pass, where there is one. Rows are sliced, as an index would cost a copy."""
+        rows, size = rows_of([one.block for one in brought]), self.config.block_size
+        if self.recorded is not None:
+            features = [one.features for one in brought]
+            found = self.recorded.run(rows, features, self._embedded(rows.tokens[0]))
+            if found is not None:
+                states, logits = (self._drafted(_joined(part, rows, size)) for part in found)
+                return states, logits
+        hidden = self._embedded(_joined(rows.tokens[0], rows, size))
+        return self._ends(self._drafted(self._run(rows, brought, hidden)))
+
+    def _drafted(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The drafted rows among those of all blocks [rows, ...]."""
+        first, last = self._wanted.start, self._wanted.stop
+        return torch.cat([part[first:last] for part in torch.split(blocks, self.config.block_size)])
+
+    def _ends(self, hidden: torch.Tensor, norm: Norm = normed) -> tuple[torch.Tensor, torch.Tensor]:
+        """States behind the last norm, and logits, of those before it [N, W]."""
+        last = norm(hidden, self._norm, self.config.norm_eps)
+        return last, self._head(last)
+
+    def _embedded(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         return self._embed(tokens).to(self.device, self.dtype)
 
-    def _run(self, brought: Sequence[Blank], hidden: torch.Tensor) -> torch.Tensor:
+    def _run(self, rows: Rows, brought: Sequence[Blank], hidden: torch.Tensor) -> torch.Tensor:
         """[N, W] states of the blocks' rows, whose embeddings are ``hidden``, before the last norm."""
-        config, rows = self.config, rows_of([one.block for one in brought])
+        size = self.config.block_size
         sizes = [len(one.features) for one in brought]
         context = torch.split(self._context(torch.cat([one.features for one in brought])), sizes)
         cos, _, signed_sin = self._rotary.look_up(rows, hidden)
-        masked = [row for _, _, last in rows.parts for row in range(last - config.block_size, last)]
-        own, all_rows = (cos[masked], signed_sin[masked]), (cos, signed_sin)
-        for place, (layer, (before, after)) in enumerate(zip(self._layers, self._norms, strict=True)):
-            attention, mlp = self._convolutions[place]
-            inputs, kernels = attention.prepared(normed(hidden, before, config.norm_eps))
-            parts = zip(context, torch.split(inputs, config.block_size), strict=True)
+        own, all_rows = [_joined(values, rows, size) for values in (cos, signed_sin)], (cos, signed_sin)
+
+        def attended(place: int, layer: LayerStep, inputs: torch.Tensor) -> torch.Tensor:
+            parts = zip(context, torch.split(inputs, size), strict=True)
             keyed = torch.cat([part for both in parts for part in both])
             rows.store(*layer.keys_values(keyed, all_rows), place)
-            found = self._attended(layer.queries(inputs, own), rows, place)
-            hidden = hidden + attention.finished(layer.attended(found), kernels)
-            inputs, kernels = mlp.prepared(normed(hidden, after, config.norm_eps))
+            return layer.attended(self._attended(layer.queries(inputs, own), rows, place))
+
+        return self._through(hidden, attended)
+
+    def _through(
+        self,
+        hidden: torch.Tensor,
+        attended: Callable[[int, LayerStep, torch.Tensor], torch.Tensor],
+        norm: Norm = normed,
+    ) -> torch.Tensor:
+        """[N, W] states behind the layers.
+
+        ``attended``: what a layer's attention adds, [N, W], by its place, the layer and its inputs.
+        """
+        eps = self.config.norm_eps
+        for place, (layer, (before, after)) in enumerate(zip(self._layers, self._norms, strict=True)):
+            attention, mlp = self._convolutions[place]
+            inputs, kernels = attention.prepared(norm(hidden, before, eps))
+            hidden = hidden + attention.finished(attended(place, layer, inputs), kernels)
+            inputs, kernels = mlp.prepared(norm(hidden, after, eps))
             hidden = hidden + mlp.finished(layer.mlp(inputs), kernels)
         return hidden
 
@@ -169,6 +227,12 @@ class BlockStep:
         first, last = torch.tensor(self.config.spans(place, end), device=self.device)[..., None].unbind(1)
         places = torch.arange(end, device=self.device)
         return (places >= first) & (places < last)
+
+
+def _joined(every: torch.Tensor, rows: Rows, size: int) -> torch.Tensor:
+    """The last ``size`` rows of each sequence, of all rows [T, ...]."""
+    parts = [every[last - size : last] for _, _, last in rows.parts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Plain:

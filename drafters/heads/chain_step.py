@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drafters.heads.layers import LayerStep, Linear, embedding_of, normed, product, rotary_of, specs_of
+from drafters.heads.layers import LayerStep, Linear, Norm, embedding_of, normed, product, rotary_of, specs_of
 from drafters.heads.native_chain import NativeChain
 from drafters.heads.recorded_chain import MOST_RECORDED, RecordedChain
 from drafters.heads.weights import Chain
@@ -26,7 +26,6 @@ from specdec.target import Target
 __all__ = ["ChainStep", "Guess", "Nodes"]
 
 _WARM_ROWS = 64  # of several sequences, in passes that are recorded beforehand
-Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

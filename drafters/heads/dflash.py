@@ -22,8 +22,10 @@ from drafters.heads.block_step import Blank, BlockStep, Sequel
 from drafters.heads.growing import Behind, HeadOptions
 from drafters.heads.growth import Growth
 from drafters.heads.native_growth import Grown, NativeGrowth, grow_block
-from drafters.heads.session import HeadDrafter, HeadSession
-from drafters.heads.transitions import Transitions
+from drafters.heads.session import HeadDrafter
+from drafters.heads.settled import Settled
+from drafters.heads.transitions import Said, Transitions
+from drafters.heads.unread import UnreadSession
 from drafters.heads.weights import Block, HeadWeights
 from specdec.drafter import Context
 from specdec.native.types import CTransitions
@@ -73,6 +75,9 @@ class DFlash(HeadDrafter):
     def start(self, context: Context) -> DFlashSession:
         return DFlashSession(self, context)
 
+    def warm_up(self, target: Target, rows: int, sequences: int) -> None:
+        self.step.warm_up(sequences)
+
     def run(self, brought: Sequence[Blank]) -> list[Sequel]:
         """Run the block of each sequence."""
         return self.step.run(brought)
@@ -92,7 +97,7 @@ class DFlash(HeadDrafter):
         ]
 
 
-class DFlashSession(HeadSession):
+class DFlashSession(UnreadSession):
     def __init__(self, drafter: DFlash, context: Context) -> None:
         step = drafter.step
         super().__init__(context, drafter, step.specs, step.weights, 2 * step.config.block_size)
@@ -100,20 +105,21 @@ class DFlashSession(HeadSession):
         self._sequel: Sequel | None = None
         self._states = dict[int, torch.Tensor]()  # states of a recurrent bias, by node
         self._grows = drafter.grows and self._plain and not self._draws
+        self._stays = self._stays and step.native is None
 
     def _grow(self, most: int, deepest: int) -> Passes[Draft]:
         if not self._grows:
             return (yield from super()._grow(most, deepest))
         blank = self._blank()
-        growth = self._growing([blank.root], None, most, deepest)
+        growth = self._growing([self._context.root], None, most, deepest)
         grown: Grown = yield Pass(self._drafter.grow, (blank, growth))
         self._own.cache.commit(range(len(blank.features)))
         return self._draft_of(grown, 1)
 
     def _blank(self) -> Blank:
         features = self._own.catch_up()
-        block = self._own.text_block(range(len(features) + self._step.config.block_size))
-        return Blank(block, features, self._context.root)
+        block = self._own.text_block([0] * len(features) + self._step.tokens(self._context.root))
+        return Blank(block, features)
 
     def _absorb(self, features: torch.Tensor) -> None:
         block = self._own.text_block(range(len(features)))
@@ -125,19 +131,42 @@ class DFlashSession(HeadSession):
         self._sequel = yield Pass(self._drafter.run, blank)
         self._own.cache.commit(range(len(blank.features)))
         self._states = {}
+        if self._stays:
+            self._root = blank.block.tokens[0, len(blank.features) : len(blank.features) + 1]
+
+    def _logits_there(
+        self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor
+    ) -> Passes[torch.Tensor]:
+        yield from ()
+        level = shape.levels[depth]
+        said = self._said(depth, level, shape.parents, tokens, confident=False)
+        return said.logits.expand(len(level), -1)
 
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
         yield from ()
+        tokens = [grown.tokens[node] for node in level]
+        said = self._said(grown.depths[level[0]], level, grown.parents, tokens)
+        return Behind(said.logits, said.chances)
+
+    def _said(
+        self,
+        depth: int,
+        level: Sequence[int],
+        parents: Sequence[int],
+        before: Sequence[int] | torch.Tensor,
+        *,
+        confident: bool = True,
+    ) -> Said:
+        """What is said behind nodes of a depth, or behind one of them where that does not depend on their tokens."""
         sequel, transitions = self._sequel, self._drafter.transitions
         assert sequel is not None
-        depth, before = grown.depths[level[0]], [grown.tokens[node] for node in level]
         if not transitions.known:
             level = level[:1]
         hidden, logits = (states[depth].expand(len(level), -1) for states in (sequel.hidden, sequel.logits))
         states = None
         if transitions.recurrent and depth:
-            states = torch.stack([self._states[grown.parents[node]] for node in level])
-        said = transitions.said(hidden, logits, before[: len(level)], states)
+            states = torch.stack([self._states[parents[node]] for node in level])
+        said = transitions.said(hidden, logits, before[: len(level)], states, confident=confident)
         if said.states is not None:
             self._states |= dict(zip(level, said.states, strict=True))
-        return Behind(said.logits, said.chances)
+        return said

@@ -24,9 +24,10 @@ from specdec.step import device_copies
 from specdec.step.cache import LayerSpec
 from specdec.target import Target
 
-__all__ = ["LayerStep", "embedding_of", "embedding_rows", "normed", "product", "rotary_of", "specs_of"]
+__all__ = ["LayerStep", "Norm", "embedding_of", "embedding_rows", "normed", "product", "rotary_of", "specs_of"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def product(*parts: nn.Linear) -> LinearKernel:

@@ -16,7 +16,7 @@ from specdec.native.types import CTransitions
 from specdec.runners.linear import PackedWeight
 from specdec.runners.native_layers import address_of
 
-__all__ = ["Transitions"]
+__all__ = ["Said", "Transitions"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,13 +79,20 @@ class Transitions:
 
     @torch.no_grad()
     def said(
-        self, hidden: torch.Tensor, logits: torch.Tensor, before: Sequence[int], states: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        before: Sequence[int] | torch.Tensor,
+        states: torch.Tensor | None,
+        *,
+        confident: bool = True,
     ) -> Said:
         """Correct rows ``hidden`` [N, W] with ``logits`` [N, d] for the tokens ``before`` them.
 
-        ``states`` [N, r] are those of a recurrent bias behind the rows before; None for the first rows.
+        ``states`` [N, r] are those of a recurrent bias behind the rows before; None for the first rows. ``confident``:
+        whether to estimate chances, for which a device is waited for.
         """
-        tokens = torch.tensor([*before], device=hidden.device)
+        tokens = before if isinstance(before, torch.Tensor) else torch.tensor([*before], device=hidden.device)
         known = None if self._w1 is None else self._w1[tokens]  # [N, r]
         if known is not None and self._w2 is not None:
             bias, states = self._bias(known, hidden, states)
@@ -93,7 +100,7 @@ class Transitions:
         if self._before is not None:
             logits = self._selected(hidden, logits, tokens)
         chances = None
-        if self._confidence is not None:
+        if self._confidence is not None and confident:
             read = hidden if self.config.confidence == "hidden" or known is None else torch.cat((hidden, known), -1)
             chances = [_sigmoid(logit) for logit in self._confidence(read)[:, 0].tolist()]
         return Said(logits, chances, states)

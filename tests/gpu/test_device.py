@@ -220,19 +220,19 @@ def test_what_was_warmed_up_is_not_recorded_again() -> None:
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.9, seed=3, acceptance="match")])
-@pytest.mark.parametrize("drafter", ["eagle", "medusa"])
+@pytest.mark.parametrize("drafter", ["eagle", "dflash", "medusa"])
 def test_passes_of_heads_are_recorded(drafter: str, sampling: SamplingParams | None, tmp_path: Path) -> None:
     """In half precision, with texts that are plain decoding's."""
     target = TransformersTarget(new_model("llama", torch.float16).to(DEVICE), execution="fused", owned=True)
     plain = Engine(target).generate(PROMPTS[1], NEW, sampling).token_ids
     for options in settings_of(drafter, target, tmp_path):
         made: Any = make_drafter({"name": drafter, **options}, target)
-        recorded = made.step.recorded if drafter == "eagle" else made.recorded
-        assert recorded is not None
+        recorded = made.recorded if drafter == "medusa" else made.step.recorded
+        assert recorded is not None or drafter == "dflash"  # of which some heads have windows or convolutions
         engine = Engine(target, None, made, max_rows=24)
         engine.warm_up()
         assert engine.generate(PROMPTS[1], NEW, sampling).token_ids == plain, options
-        assert recorded.failed is None
+        assert recorded is None or recorded.failed is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

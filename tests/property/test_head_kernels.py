@@ -1,4 +1,4 @@
-"""An EAGLE head's recorded passes by the kernels of a CUDA device, under Triton's interpreter, against torch's."""
+"""Recorded passes of EAGLE and DFlash heads by a CUDA device's kernels, interpreted by Triton, against torch's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.heads.block_step import Blank, BlockStep
 from drafters.heads.chain_step import ChainStep, Nodes
 from drafters.heads.loading import load_head
 from drafters.shared.vocabulary import DraftVocabulary
@@ -55,4 +56,32 @@ def test_passes_are_torch_s_but_for_rounding(kind: str, tmp_path: Path, monkeypa
     assert len(recorder.replays) >= 3
     for own, other in zip(*found, strict=True):
         assert own.shape == other.shape
+        assert (own - other).abs().max() <= 0.01 * other.abs().max()
+
+
+def test_each_row_of_a_block_sees_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two texts of different lengths, one of which is longer than what attention sums at once."""
+    target, recorder = target_of("llama", monkeypatch)
+    folder = heads.write(tmp_path, *heads.dflash(SIZE, VOCAB, taps=(0,)))
+    head: Any = load_head(folder, "dflash", target, check_target=False).to("cpu", torch.float16)
+    step, here = BlockStep(head, DraftVocabulary(head.draft_tokens, target).head, target, 4), torch.device("cpu")
+    assert step.recorded is not None
+    found, before = list[list[torch.Tensor]](), len(recorder.replays)
+    for recorded in (step.recorded, None):
+        step.recorded, parts = recorded, list[torch.Tensor]()
+        generator = torch.Generator().manual_seed(2)
+        caches = [KVCache(step.specs, capacity=90, rows=80) for _ in range(2)]
+        step.absorb(Block(caches[0], range(67), device=here), torch.randn(67, SIZE, generator=generator).half())
+        caches[0].commit(range(67))
+        for sizes in ((1, 3), (2, 5)):
+            brought = list[Blank]()
+            for size, cache in zip(sizes, caches, strict=True):
+                features = torch.randn(size, SIZE, generator=generator).half()
+                brought.append(Blank(Block(cache, [0] * size + step.tokens(7), device=here), features))
+            parts += [part for sequel in step.run(brought) for part in (sequel.hidden, sequel.logits)]
+            for size, cache in zip(sizes, caches, strict=True):
+                cache.commit(range(size))
+        found.append(parts)
+    assert len(recorder.replays) > before
+    for own, other in zip(*found, strict=True):
         assert (own - other).abs().max() <= 0.01 * other.abs().max()

@@ -98,7 +98,7 @@ class Text:
             self.cache.commit(range(rows))
 
     def blank(self, rows: int) -> Blank:
-        return Blank(Block(self.cache, range(rows + BLOCK)), self.next(rows), 3 + rows)
+        return Blank(Block(self.cache, [0] * rows + self.step.tokens(3 + rows)), self.next(rows))
 
     def stored(self) -> list[torch.Tensor]:
         """Keys and values of the text, of all layers."""

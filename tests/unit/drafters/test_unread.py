@@ -26,14 +26,18 @@ MADE = {
     "eagle1": lambda size, vocab: heads.eagle1(size, vocab),
     "eagle3": lambda size, vocab: heads.eagle3(size, vocab, draft=vocab // 2 + 2),
     "peagle": lambda size, vocab: heads.peagle(size, vocab),
+    "dflash": lambda size, vocab: heads.dflash(size, vocab),
+    "dspark": lambda size, vocab: heads.dflash(size, vocab, draft=vocab // 2 + 2, markov="rnn", block=4),
 }
+BLOCKS = ("dflash", "dspark")
 
 
 def settings(folder: Path, kind: str, *sizes: int, **options: Any) -> dict[str, Any]:
     if kind == "mtp":  # one layer, which runs again on its own output
         made = {**settings_of("mtp", target_of("llama"), folder)[0], "tokens": 6}
     else:
-        made = {"name": "eagle", "head": str(heads.write(folder / kind, *MADE[kind](*(sizes or (SIZE, VOCAB)))))}
+        name = "dflash" if kind in BLOCKS else "eagle"
+        made = {"name": name, "head": str(heads.write(folder / kind, *MADE[kind](*(sizes or (SIZE, VOCAB)))))}
     return {**made, "min_chance": 0.0, "check_target": False, **options}
 
 

@@ -70,7 +70,7 @@ def test_a_recording_of_ten_seconds_changes_no_decision(
     assert once == again
 
 
-WARMED = ("none", "eagle", "lookahead", "token_recycling", "medusa", "kangaroo", "draft_model", "auto")
+WARMED = ("none", "eagle", "dflash", "lookahead", "token_recycling", "medusa", "kangaroo", "draft_model", "auto")
 
 
 @pytest.mark.parametrize("drafter", WARMED)

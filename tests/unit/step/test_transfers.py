@@ -511,7 +511,9 @@ def test_the_passes_of_a_head_copy_in_once_and_read_nothing(
     settled = [options for options in settings_of("eagle", target, tmp_path) if not options.get("min_chance")]
     several = settings_of("mtp", target, tmp_path)  # of which two have one layer
     settled += [several[0], several[2]]
-    assert len(settled) == 6
+    blocks = settings_of("dflash", target, tmp_path)
+    settled += [blocks[0], *blocks[3:]]  # whose layers have no window: its mask is one copy more
+    assert len(settled) == 9
     mode, run_together, passes, most = request.getfixturevalue("transfers"), forward_passes.run_together, [0], 0
 
     def counted(waiting: Sequence[Any]) -> Any:
