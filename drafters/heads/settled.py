@@ -59,7 +59,7 @@ def settle(
         deepest: most levels.
         width: most rows of a level that are guessed behind.
         least: the least reach with which the row after 0, 1, ... others can pay; None where no row has to.
-        gain: the net gain of rows with these reaches, in so many levels; None where levels need not pay.
+        gain: returns the net gain in tokens, given the rows' reaches and the number of levels; None keeps all levels.
         keep: how many rows pay, given their reaches, the largest first.
     """
     tree, usual, extended = ScoredTree(), [*enumerate(shares)], Counter[int]()
