@@ -159,7 +159,7 @@ INLINE void mix_some(const Keys *block, float *const output[UNITS], const float 
         for (int turn = 0; turn < 2; turn++)
             for (int v = 0; v < width; v++) {
                 floats value = load(block->at[k + turn], d + v * LANES, kind == HALF);
-                for (int u = 0; u < units; u++) sums[u][turn][v] += value * shares[u * room + k + turn];
+                for (int u = 0; u < units; u++) sums[u][turn][v] = fused(value, spread(shares[u * room + k + turn]), sums[u][turn][v]);
             }
     for (int u = 0; u < units; u++)
         for (int v = 0; v < width; v++) *(floats *)(output[u] + d + v * LANES) += sums[u][0][v] + sums[u][1][v];

@@ -6,14 +6,16 @@
 
 enum { FOURS = CHUNK / 4, BYTE_CHUNK = FOURS + 3 }; /* words of one chunk of a row */
 
-/* The nearest integers, ties to even. */
+/* The nearest integers, ties to even, of numbers that have been rounded: no compiler may fuse what made them. */
 INLINE ints nearest(floats x) {
 #if LANES == 16
     return (ints)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX2__)
     return (ints)_mm256_cvtps_epi32((__m256)x);
 #else
-    return (ints)(x + spread(12582912.f)) - (ints)spread(12582912.f);
+    ints found;
+    for (int n = 0; n < LANES; n++) found[n] = (int32_t)__builtin_rintf(x[n]);
+    return found;
 #endif
 }
 

@@ -69,7 +69,8 @@ INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, fl
                     ints one = found[r][0][v];
                     if (parts > 1) one += found[r][1][v];
                     total[r][v] = add_group(total[r][v], one, back, load(c->scales, place + v * LANES, 0));
-                    if (c->subtracts) total[r][v] -= load(c->minima, place + v * LANES, 0) * (back * (float)sum[r]);
+                    if (c->subtracts)
+                        total[r][v] = fused(load(c->minima, place + v * LANES, 0), spread(-back * (float)sum[r]), total[r][v]);
                 }
             }
         }

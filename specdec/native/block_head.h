@@ -82,6 +82,7 @@ static int correct(const Transitions *t, const Growing *g, int64_t count, const 
 /* Grows a draft from a block, as far as that pays: `hidden` [depths, width] and `logits` [depths, size] of its rows.
  * Returns as specdec_run_layers does. */
 int specdec_grow_block(const Transitions *t, Growing *g, const void *hidden, const void *logits, int threads) {
+    ROUNDS_TO_NEAREST;
     Guesses own = t->guesses;
     const int half = (int)own.half;
     const int64_t most = g->width, line = t->chance ? t->chance->inputs : 0, corrected = t->after ? most * own.size : 0;
@@ -104,7 +105,7 @@ int specdec_grow_block(const Transitions *t, Growing *g, const void *hidden, con
         for (int64_t i = 0; i < g->count && !failed; i++) {
             if (i < apart) failed = rank_guesses(g, &own, depth, t->after ? row_of(found, i, own.size, half) : row);
             const double logit = t->chance ? value_of(sure, i < apart ? i : 0, half) : 0;
-            if (!failed) extend_node(g, g->level[i], &own, !t->chance ? -1 : logit > -700 ? 1 / (1 + exp(-logit)) : 0);
+            if (!failed) extend_node(g, g->level[i], &own, !t->chance ? -1 : logit > -700 ? 1 / (1 + exponential_double(-logit)) : 0);
         }
         if (!failed) choose_level(g, depth + 1);
     }

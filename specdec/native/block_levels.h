@@ -41,7 +41,7 @@ INLINE void multiply_vectors(const WeightFormat *f, const uint8_t *panel, int64_
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-                    for (int v = 0; v < wide; v++) total[r][v] = total[r][v] + weight[v] * x[r * apart + first + at + i];
+                    for (int v = 0; v < wide; v++) total[r][v] = fused(weight[v], spread(x[r * apart + first + at + i]), total[r][v]);
             }
         }
     }

@@ -60,8 +60,8 @@ static void look_up_blocks(const Product *p, int64_t number, void *y, int half) 
             const int64_t place = i / f->group * PANEL + own;
             const uint32_t pair = d.pairs[i / 2 * PANEL + own];
             const int code = (int16_t)(i % 2 ? pair >> 16 : pair & 0xffff);
-            float value = d.scales[place] * (f->levels == INTEGERS ? (float)code : level_of(f, code));
-            if (f->minima) value -= d.minima[place];
+            const float level = f->levels == INTEGERS ? (float)code : level_of(f, code);
+            const float value = f->minima ? fused_one(d.scales[place], level, -d.minima[place]) : d.scales[place] * level;
             if (half) ((uint16_t *)y)[first * CHUNK + i] = narrow(value);
             else ((float *)y)[first * CHUNK + i] = value;
         }

@@ -5,8 +5,8 @@
  * multiplied by the row's power of two and by the group's scale, and added to the row's sum, group after group. In
  * a float32 model, rows are not rounded, and each weight is the float32 number that its block stands for. */
 
-enum { ROW_CHUNK = CHUNK / 2 + 3, STRETCHED = MOST, PASS = 96, AHEAD = 4096 };
-/* Words of a row's chunk; inputs, and rows, of one pass; bytes by which a panel is prefetched. */
+enum { ROW_CHUNK = CHUNK / 2 + 3, STRETCHED = MOST, PASS = 96 };
+/* Words of a row's chunk; inputs, and rows, of one pass. */
 
 /* A chunk of a row is CHUNK 16-bit integers, then their scale as a float, and the sums of both halves. */
 static void round_row(float *row, int64_t inputs) {
@@ -32,7 +32,7 @@ static void round_row(float *row, int64_t inputs) {
         }
         for (int v = 0; v < CHUNK / LANES; v++) {
             const floats magic = spread(12582912.f); /* 1.5 * 2^23: the nearest integer lands in the low bits */
-            ints whole = (ints)(own[v] * by + magic) - (ints)magic;
+            ints whole = (ints)fused(own[v], spread(by), magic) - (ints)magic;
             const ints over = whole > 32767;
             whole = (whole & ~over) | (32767 & over);
             for (int i = 0; i < LANES; i++) rounded[v * LANES + i] = back != back ? 0 : (int16_t)whole[i];
@@ -63,7 +63,7 @@ INLINE ints add_pairs(ints sum, words weights, int32_t row) {
 
 /* A row's sum plus a group's: every product of blocks uses these operations in this order. */
 INLINE floats add_group(floats sum, ints group, float back, floats scale) {
-    return sum + __builtin_convertvector(group, floats) * back * scale;
+    return fused(__builtin_convertvector(group, floats) * back, scale, sum);
 }
 
 /* Sums [rows, PANEL] += rows, `apart` words from row to row, times decoded chunks, for vectors [from, from + wide). */
@@ -82,7 +82,7 @@ INLINE void multiply_whole(const Decoded *d, const int32_t *x, int64_t apart, fl
                 const int32_t *own = x + r * apart + n * ROW_CHUNK + CHUNK / 2;
                 const int32_t sum = groups == 1 ? own[1] + own[2] : own[1 + g];
                 memcpy(back + r, own, sizeof *back);
-                whole[r] = back[r] * (float)sum;
+                whole[r] = -back[r] * (float)sum;
 #pragma GCC unroll 4
                 for (int v = 0; v < wide; v++) {
                     found[r][0][v] = (ints){0} - sum * offset;
@@ -109,10 +109,17 @@ INLINE void multiply_whole(const Decoded *d, const int32_t *x, int64_t apart, fl
                     ints all = found[r][0][v];
                     if (parts > 1) all += found[r][1][v];
                     floats sum = add_group(*own, all, back[r], load(scales, (from + v) * LANES, 0));
-                    if (minima) sum -= load(minimum, (from + v) * LANES, 0) * whole[r];
+                    if (minima) sum = fused(load(minimum, (from + v) * LANES, 0), spread(whole[r]), sum);
                     *own = sum;
                 }
         }
+}
+
+/* What codes stand for. With minima the products are exact, so they may be fused. */
+INLINE floats scaled(ints codes, floats scale, floats less, const int minima) {
+    const floats numbers = __builtin_convertvector(codes, floats);
+    if (minima) return fused(numbers, scale, less);
+    return numbers * scale;
 }
 
 /* The same for rows [rows, apart] in float32. */
@@ -127,18 +134,14 @@ INLINE void multiply_exact(const Decoded *d, const float *x, int64_t apart, floa
                 for (int v = 0; v < wide; v++) {
                     const words pair = *(const words *)(weights + k * PANEL + v * LANES);
                     const floats scale = load(d->scales, place + v * LANES, 0);
-                    floats first = __builtin_convertvector(((ints)(pair << 16) >> 16) - offset, floats) * scale;
-                    floats second = __builtin_convertvector(((ints)pair >> 16) - offset, floats) * scale;
-                    if (minima) {
-                        first -= load(d->minima, place + v * LANES, 0);
-                        second -= load(d->minima, place + v * LANES, 0);
-                    }
+                    const floats less = minima ? -load(d->minima, place + v * LANES, 0) : (floats){0};
+                    const floats first = scaled(((ints)(pair << 16) >> 16) - offset, scale, less, minima);
+                    const floats second = scaled(((ints)pair >> 16) - offset, scale, less, minima);
 #pragma GCC unroll 8
                     for (int r = 0; r < rows; r++) {
                         const float *own = x + r * apart + n * CHUNK + 2 * (g * pairs + k);
                         floats *sum = (floats *)(sums + r * PANEL + (from + v) * LANES);
-                        *sum = *sum + first * own[0];
-                        *sum = *sum + second * own[1];
+                        *sum = fused(second, spread(own[1]), fused(first, spread(own[0]), *sum));
                     }
                 }
         }

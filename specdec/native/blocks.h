@@ -251,9 +251,10 @@ INLINE float level_of(const WeightFormat *f, int code) {
     return (float)(f->levels ? levels[code] : code - f->offset);
 }
 
+/* With minima, a scale times a level is exact: at most 22 bits. */
 INLINE float value_in(const WeightFormat *f, const Block256 *block, int i) {
-    const float scaled = scale_of(f, block, i / f->group) * level_of(f, block->codes[i]);
-    return f->minima ? scaled - minimum_of(f, block, i / f->group) : scaled;
+    const float scale = scale_of(f, block, i / f->group), level = level_of(f, block->codes[i]);
+    return f->minima ? fused_one(scale, level, -minimum_of(f, block, i / f->group)) : scale * level;
 }
 
 INLINE void dequantise_group(const WeightFormat *f, const Block256 *block, int first, float *y, const int group) {
@@ -265,7 +266,7 @@ INLINE void dequantise_group(const WeightFormat *f, const Block256 *block, int f
     else
         for (int i = 0; i < group; i++) values[i] = codes[i] - f->offset;
     if (f->minima)
-        for (int i = 0; i < group; i++) y[first + i] = scale * values[i] - minimum;
+        for (int i = 0; i < group; i++) y[first + i] = fused_one(scale, values[i], -minimum);
     else
         for (int i = 0; i < group; i++) y[first + i] = scale * values[i];
 }

@@ -168,6 +168,7 @@ static int run_chain(const Chain *c, const Rows *all, const void *embedded, cons
 int specdec_run_chain(const Chain *c, const Rows *all, const void *embedded, const void *const *features,
                       const int64_t *places, int64_t fused, void *states, const int64_t *wanted, int64_t count, void *logits,
                       void *onward, int threads) {
+    ROUNDS_TO_NEAREST;
     Space s;
     float *scratch = take_scratch(lay_space(c, all->rows, fused, count, NULL, &s));
     if (!scratch) return 1;

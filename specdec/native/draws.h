@@ -20,7 +20,70 @@ typedef double doubles __attribute__((vector_size(8 * HASHES)));
  * 2^53 - hash bound. */
 INLINE double most_gumbel(uint64_t hash) { return (__builtin_clzll((1ull << 53) - hash) - 9) * 0.6931471805599454; }
 
-INLINE double gumbel(uint64_t hash) { return -log(-log(((double)hash + .5) * 0x1p-53)); }
+INLINE doubles fused_doubles(doubles a, doubles b, doubles c) { /* a * b + c */
+#if LANES == 16
+    return (doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif FUSES && defined(__AVX2__)
+    return (doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif FUSES
+    for (int n = 0; n < HASHES; n++) c[n] = __builtin_fma(a[n], b[n], c[n]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE doubles each(double x) { return x - (doubles){0}; }
+
+/* Logarithms and exponentials of the library's own: those of C's libraries differ. */
+INLINE doubles logarithm(doubles x) { /* of a positive normal number; to 2e-12 */
+    const signed_hashes low = (signed_hashes)each(0.7071067811865476);
+    const signed_hashes power = ((signed_hashes)x - low) >> 52; /* 2^power times [1 / sqrt 2, sqrt 2) */
+    const doubles m = (doubles)((signed_hashes)x - (power << 52)) - 1, t = m / (m + 2), square = t * t;
+    doubles p = fused_doubles(square, each(2. / 13), each(2. / 11));
+    p = fused_doubles(p, square, each(2. / 9));
+    p = fused_doubles(p, square, each(2. / 7));
+    p = fused_doubles(p, square, each(2. / 5));
+    p = fused_doubles(p, square, each(2. / 3));
+    return fused_doubles(__builtin_convertvector(power, doubles), each(0.6931471805599453),
+                         fused_doubles(p, square, each(2)) * t);
+}
+
+INLINE double logarithm_one(double x) { /* of a positive number */
+    const int small = x < 0x1p-1000;
+    return logarithm(each(small ? x * 0x1p200 : x))[0] - (small ? 200 * 0.6931471805599453 : 0);
+}
+
+INLINE double fused_double(double a, double b, double c) {
+#if FUSES
+    return __builtin_fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+static double exponential_double(double x) { /* of at most 709 */
+    static const double inverse_factorials[] = {
+        1. / 6227020800, 1. / 479001600, 1. / 39916800, 1. / 3628800, 1. / 362880, 1. / 40320, 1. / 5040,
+        1. / 720, 1. / 120, 1. / 24, 1. / 6, .5, 1, 1};
+    if (!(x >= -746)) return x != x ? x : 0;
+    const double magic = 6755399441055744.; /* 1.5 * 2^52 */
+    const double n = fused_double(x, 1.4426950408889634, magic) - magic;
+    const double r = fused_double(n, -1.90821492927058770002e-10, fused_double(n, -6.93147180369123816490e-01, x));
+    double p = 0;
+    for (int i = 0; i < (int)(sizeof inverse_factorials / sizeof *inverse_factorials); i++)
+        p = fused_double(p, r, inverse_factorials[i]);
+    const int64_t power = (int64_t)n, half = power / 2; /* 2^power may be too small for a normal number */
+    const uint64_t bits[2] = {(uint64_t)(1023 + half) << 52, (uint64_t)(1023 + power - half) << 52};
+    double scales[2];
+    memcpy(scales, bits, sizeof scales);
+    return p * scales[0] * scales[1];
+}
+
+INLINE double gumbel(uint64_t hash) {
+    const double u = ((double)hash + .5) * 0x1p-53;
+    return (-logarithm(-logarithm(each(u))))[0];
+}
 
 /* As specdec_draw, with the token of the largest score known. */
 static int draw(const void *scores, int64_t count, int half, float by, uint64_t key, int64_t likeliest) {
@@ -42,7 +105,7 @@ static int draw(const void *scores, int64_t count, int half, float by, uint64_t 
         /* A score below this cannot reach the best sum, even with the strip's largest noise; a margin allows for
          * rounding. */
         double missing = bar - most_gumbel(largest);
-        float least = by * (missing - .01 - 1e-6 * fabs(missing));
+        float least = by * fused_double(-1e-6, fabs(missing), missing - .01);
         end = i + STRIP < count ? i + STRIP : count;
         if (end - i == STRIP && !reaches(scores, i, least, half)) continue;
         for (int64_t n = i; n < end; n++) {
@@ -64,6 +127,7 @@ static int draw(const void *scores, int64_t count, int half, float by, uint64_t 
  * caller must find it: the scores are not a distribution, or two sums are closer than logarithms of two libraries
  * can differ. */
 int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t key) {
+    ROUNDS_TO_NEAREST;
     return draw(scores, count, half, by, key, peak(scores, count, half));
 }
 
@@ -74,22 +138,23 @@ int specdec_draw(const void *scores, int64_t count, int half, float by, uint64_t
  * distributions are stored one behind another. */
 int64_t specdec_rank(const int64_t *tokens, const float *scores, const int64_t *sizes, int64_t number, double by,
                      uint64_t key, int64_t count, int64_t *best, double *sums) {
+    ROUNDS_TO_NEAREST;
     int64_t size = 0, known = 0;
     for (int64_t n = 0, others; n < number; tokens += sizes[n], scores += sizes[n], n++) {
         double whole = 0;
         others = size;
-        for (int64_t i = 0; i < sizes[n]; i++) whole += exp(((double)scores[i] - scores[0]) / by);
+        for (int64_t i = 0; i < sizes[n]; i++) whole += exponential_double(((double)scores[i] - scores[0]) / by);
         for (int64_t i = 0, at; i < sizes[n]; i++) {
             for (at = 0; at < others && best[at] != tokens[i];) at++;
             if (at == others) at = size++, best[at] = tokens[i], sums[at] = 0;
-            sums[at] += exp(((double)scores[i] - scores[0]) / by) / (whole * number);
+            sums[at] += exponential_double(((double)scores[i] - scores[0]) / by) / (whole * number);
         }
     }
     for (int64_t i = 0; i < size; i++) { /* in place: fewer are kept than were read */
         if (!(sums[i] > 0)) continue;
         uint64_t x = key + (best[i] + 1) * golden;
         int64_t token = best[i];
-        double sum = gumbel(HASH(x)) + log(sums[i]);
+        double sum = gumbel(HASH(x)) + logarithm_one(sums[i]);
         if (known == count && sum <= sums[count - 1]) continue;
         int64_t at = known < count ? known++ : count - 1;
         for (; at > 0 && sum > sums[at - 1]; at--) best[at] = best[at - 1], sums[at] = sums[at - 1];
@@ -98,24 +163,13 @@ int64_t specdec_rank(const int64_t *tokens, const float *scores, const int64_t *
     return known;
 }
 
-INLINE doubles logarithm(doubles x) { /* of a positive number; to 2e-12 */
-    const signed_hashes low = (signed_hashes)((doubles){0} + 0.7071067811865476);
-    signed_hashes power = ((signed_hashes)x - low) >> 52; /* 2^power times [1 / sqrt 2, sqrt 2) */
-    doubles m = (doubles)((signed_hashes)x - (power << 52)) - 1, t = m / (m + 2), square = t * t;
-    doubles p = square * (2. / 13) + 2. / 11;
-    p = p * square + 2. / 9;
-    p = p * square + 2. / 7;
-    p = p * square + 2. / 5;
-    p = p * square + 2. / 3;
-    return (p * square + 2) * t + __builtin_convertvector(power, doubles) * 0.6931471805599453;
-}
-
 /* Writes the `count` largest of each row's `size` logits, largest first, and their probabilities under a softmax
  * over all of them. A logit is a score times `scale` plus, where there are keys, `noise` times the token's Gumbel
  * number under the row's key. `tokens`, ascending, are 0, 1, 2, ... where NULL. Returns as specdec_run_layers does. */
 int specdec_chances(const void *scores, int64_t rows, int64_t size, int half, float scale, float noise,
                     const uint64_t *keys, const int64_t *tokens, int64_t count, int64_t *best, float *chances) {
-    float *logits = take_scratch(size);
+    ROUNDS_TO_NEAREST;
+    float *logits = take_scratch(size + LANES);
     if (!logits) return 1;
     for (int64_t r = 0; r < rows; r++, best += count, chances += count) {
         const void *row = row_of(scores, r, size, half);
@@ -129,16 +183,15 @@ int specdec_chances(const void *scores, int64_t rows, int64_t size, int half, fl
             x = keys[r] + (x + 1) * golden;
             doubles u = (__builtin_convertvector((signed_hashes)HASH(x), doubles) + .5) * 0x1p-53;
             doubles own = -logarithm(-logarithm(u));
-            for (int64_t n = 0; n < there; n++) logits[i + n] += noise * (float)own[n];
+            for (int64_t n = 0; n < there; n++) logits[i + n] = fused_one(noise, (float)own[n], logits[i + n]);
         }
         top(logits, size, count, best, 0);
         const float most = logits[best[0]];
         floats sums = {0};
-        int64_t i = 0;
-        for (; i + LANES <= size; i += LANES) sums += exponential(load(logits, i, 0) - most);
-        float sum = total(sums);
-        for (; i < size; i++) sum += expf(logits[i] - most);
-        for (int64_t n = 0; n < count; n++) chances[n] = expf(logits[best[n]] - most) / sum;
+        for (int64_t rest = size; rest % LANES; rest++) logits[rest] = -INFINITY;
+        for (int64_t i = 0; i < size; i += LANES) sums += exponential(load(logits, i, 0) - most);
+        const float sum = total(sums);
+        for (int64_t n = 0; n < count; n++) chances[n] = exponential_one(logits[best[n]] - most) / sum;
     }
     give_scratch(logits);
     return 0;

@@ -143,6 +143,7 @@ static void finish_growth(Growing *g) {
 /* Grows `count` drafts together: each pass has a level of each draft that grows on. `turns` are of positions 0, 1, 2,
  * ... Returns as specdec_run_layers does. */
 int specdec_grow(const Chain *c, Growing *const *all, int64_t count, const Turns *turns, int threads) {
+    ROUNDS_TO_NEAREST;
     const int half = c->shape.half;
     const int64_t width = c->width, size = c->head->product.outputs;
     int64_t text = 0, later = 0, branch = 1, longest = 1, wanted = count;

@@ -105,6 +105,7 @@ INLINE void top(const void *row, int64_t size, int64_t count, int64_t *best, con
  * `wanted`, or the first ones where that is NULL. */
 void specdec_top(const void *values, const int64_t *wanted, int64_t rows, int64_t size, int half, int64_t count,
                  int64_t *best, float *found) {
+    ROUNDS_TO_NEAREST;
     for (int64_t r = 0; r < rows; r++, best += count) {
         const void *row = row_of(values, wanted ? wanted[r] : r, size, half);
         if (half) top(row, size, count, best, 1);

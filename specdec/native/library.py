@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -28,11 +29,25 @@ from specdec.settings.files import cache_folder, digest_of, held
 __all__ = ["compiler", "digest_of_library", "install", "library", "products", "source"]
 
 _SOURCE = Path(__file__).with_name("layers.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+# Products and sums are fused where the source says so, and nowhere else: see vectors.h.
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 _INSTALLED = Path(__file__).with_name("installed")
 _NO_ROW = 2  # functions that embed tokens return this for a token without an embedding
 _UNFINISHED = ".unfinished-"  # prefix of the folder in which the compiler writes
 _SECONDS = 300  # after this time, the compiler is taken to hang
+
+
+def flags() -> list[str]:
+    """The compiler's flags: the library's own, and behind them those of the environment's ``SPECDEC_CFLAGS``.
+
+    Raises:
+        ConfigError: these end inside of a quotation.
+    """
+    own = os.environ.get("SPECDEC_CFLAGS", "")
+    try:
+        return [*_FLAGS, *shlex.split(own)]
+    except ValueError as error:
+        raise ConfigError(f"SPECDEC_CFLAGS={own!r}: {error}; write it as a shell would read it") from error
 
 
 def compiler() -> str | None:
@@ -94,7 +109,7 @@ def products() -> str | None:
     if loaded.specdec_tiles():
         return "by tiles of 16 rows (AMX)"
     refused = ", and not by its tiles (AMX): the compiler has no code for them, or the system does not lend them"
-    return f"by vectors{refused if 'amx_bf16' in _flags() else ''}"
+    return f"by vectors{refused if 'amx_bf16' in _features() else ''}"
 
 
 def install() -> Path:
@@ -133,11 +148,11 @@ def _installed() -> Any:
 
 def _machine() -> str:
     """File name of the note for this source and processor; computing it needs no compiler."""
-    made_of = "|".join((source(), platform.machine(), *_flags(), *_FLAGS))
+    made_of = "|".join((source(), platform.machine(), *_features(), *flags()))
     return hashlib.sha256(made_of.encode()).hexdigest()[:16] + ".sha256"
 
 
-def _flags() -> list[str]:
+def _features() -> list[str]:
     """The processor's features, under the names that it reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -266,9 +281,9 @@ def _key(compiler: str) -> str:
         subprocess.SubprocessError: the compiler cannot print its macros.
     """
     # The macros hold its version and every instruction set that it enables here; a processor's name may not tell these.
-    command = [compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
+    command = [compiler, *flags(), "-dM", "-E", "-x", "c", os.devnull]
     macros = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout
-    made_of = "|".join((source(), macros, *_FLAGS))
+    made_of = "|".join((source(), macros, *flags()))
     return hashlib.sha256(made_of.encode()).hexdigest()[:16]
 
 
@@ -282,7 +297,7 @@ def _build(compiler: str, folder: Path, note: str | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as made:
         built, environment = Path(made) / "layers.so", {**os.environ, "TMPDIR": made}  # for its files, too
         for threads in (["-fopenmp"], []):  # without OpenMP, the library runs on one thread
-            command = [compiler, *_FLAGS, *threads, str(_SOURCE), "-o", str(built), "-lm"]
+            command = [compiler, *flags(), *threads, str(_SOURCE), "-o", str(built), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
             if done.returncode == 0:
                 break

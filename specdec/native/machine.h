@@ -20,7 +20,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#ifdef __AVX2__
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 #if defined(__x86_64__) || defined(__i386__)
@@ -38,6 +38,12 @@
 #define HAS_TILES 0
 #endif
 
+/* Whether there is an instruction for a * b + c, rounded once. */
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+#define FUSES 1
+#else
+#define FUSES 0
+#endif
 #ifdef __AVX512F__ /* 24 sums of 16 values in registers, beside the weights: 6 rows of 4 vectors */
 #define LANES 16
 enum { FEW = 6, SHARES = 1 };
@@ -53,6 +59,7 @@ enum { PEAK = 256, BLOCKS = 1024 };
 /* Heads of rows that attend at once, so that their keys are read once, and vectors of each head's values that are added
  * at once. */
 enum { UNITS = 3, WIDE = LANES / 4 };
+enum { AHEAD = 4096 };    /* bytes by which blocks and tiles of weights are prefetched */
 enum { PATIENCE = 4096 }; /* spins at a barrier before a thread yields its processor */
 
 /* Kinds of weights: float32; bfloat16; bfloat16 in pairs of inputs, for rows in bfloat16; the latter two coded, in
@@ -77,21 +84,63 @@ typedef struct {
     int arrived __attribute__((aligned(64))), round __attribute__((aligned(64)));
 } Meeting;
 
+/* How a thread rounds, and whether it takes small numbers for zero: what the host has set must not decide bits. */
+#ifdef __SSE2__
+typedef uint32_t Rounding;
+INLINE Rounding rounding(void) { return _mm_getcsr(); }
+INLINE void set_rounding(Rounding state) { _mm_setcsr(state); }
+enum { TO_NEAREST = 0x1f80 };
+#elif defined(__aarch64__)
+typedef uint64_t Rounding;
+INLINE Rounding rounding(void) {
+    Rounding state;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(state) : : "memory");
+    return state;
+}
+INLINE void set_rounding(Rounding state) { __asm__ volatile("msr fpcr, %0" : : "r"(state) : "memory"); }
+enum { TO_NEAREST = 0 };
+#else
+typedef int Rounding;
+INLINE Rounding rounding(void) { return 0; }
+INLINE void set_rounding(Rounding state) { (void)state; }
+enum { TO_NEAREST = 0 };
+#endif
+INLINE Rounding round_to_nearest(void) {
+    const Rounding host = rounding();
+    set_rounding(TO_NEAREST);
+    return host;
+}
+INLINE void restore_rounding(const Rounding *host) { set_rounding(*host); }
+/* Rounds to nearest until the function returns. */
+#define ROUNDS_TO_NEAREST \
+    __attribute__((cleanup(restore_rounding))) const Rounding host_rounding = round_to_nearest(); \
+    (void)host_rounding
+
 typedef struct {
     Meeting *meeting;
     int64_t me, count, processors;
+    Rounding host;
 } Team;
 
+INLINE Team *join(Team *own) {
+    own->host = round_to_nearest();
+    return own;
+}
+INLINE Team *leave(Team *own) {
+    set_rounding(own->host);
+    return NULL;
+}
+
 #ifdef _OPENMP
-#define TEAM_OF(meeting) {(meeting), omp_get_thread_num(), omp_get_num_threads(), omp_get_num_procs()}
+#define TEAM_OF(meeting) {(meeting), omp_get_thread_num(), omp_get_num_threads(), omp_get_num_procs(), 0}
 #else
-#define TEAM_OF(meeting) {(meeting), 0, 1, 1}
+#define TEAM_OF(meeting) {(meeting), 0, 1, 1, 0}
 #endif
 /* Begins a block that `threads` threads run; each has a `team` with its own index. */
 #define AS_TEAM                                                         \
     Meeting meeting = {0};                                              \
     _Pragma("omp parallel num_threads(threads) if (threads > 1)")       \
-        for (Team own_ = TEAM_OF(&meeting), *team = &own_; team; team = NULL)
+        for (Team own_ = TEAM_OF(&meeting), *team = join(&own_); team; team = leave(team))
 /* A loop over this thread's share of `all` items. */
 #define SHARED(i, all) \
     for (int64_t i = (all) * team->me / team->count, i##_end = (all) * (team->me + 1) / team->count; i < i##_end; i++)

@@ -23,13 +23,12 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
     float *grouped = logits + all * width;
     AS_TEAM {
         SHARED(r, rows) {
-            float *own = brought + r * first, *root = own + size, squares = 0;
+            float *own = brought + r * first, *root = own + size;
             widen_all(hidden[r], own, size, half);
             for (int64_t k = 0; k < heads; k++) memcpy(states + (k * rows + r) * line, own, size * sizeof *own);
             if (seen > size) {
                 widen_all(row_of(embedded, r, size, half), root, size, half);
-                for (int64_t i = 0; i < size; i++) squares += root[i] * root[i];
-                const float by = 1.f / sqrtf(squares / size + FLT_EPSILON);
+                const float by = inverse_rms(root, size, FLT_EPSILON);
                 for (int64_t i = 0; i < size; i++) root[i] *= by;
             }
             ready(h->blocks, own);
@@ -53,9 +52,12 @@ int specdec_guess(const Heads *h, const void *const *hidden, const void *embedde
                     int64_t i = 0;
                     for (float *to = own + r * line; i + LANES <= size; i += LANES) {
                         const floats bent = load(added, i, 0);
-                        *(floats *)(to + i) += bent / (1.f + exponential(-bent));
+                        *(floats *)(to + i) += gated(bent, bent);
                     }
-                    for (; i < size; i++) own[r * line + i] += added[i] / (1.f + expf(-added[i]));
+                    const int64_t rest = size - i;
+                    const floats bent = load_some(added + i, rest);
+                    const floats all_of_it = load_some(own + r * line + i, rest) + gated(bent, bent);
+                    memcpy(own + r * line + i, &all_of_it, rest * sizeof *own);
                 }
                 meet(team);
             }

@@ -43,8 +43,8 @@ static void activate(const Shape *m, const Product *down, const Room *room, int6
         float *own = room->active + r * apart_by(inner);
         for (int64_t i = 0; i + LANES <= inner; i += LANES) {
             floats g = load(gate, i, 0), bent = g;
-            if (m->gelu) bent = g * (1.5957691f + 0.07135481f * g * g); /* 2 sqrt(2 / pi) (g + 0.044715 g^3) */
-            *(floats *)(own + i) = g / (1.f + exponential(-bent)) * load(up, i, 0);
+            if (m->gelu) bent = g * fused(0.07135481f * g, g, spread(1.5957691f)); /* 2 sqrt(2 / pi) (g + 0.044715 g^3) */
+            *(floats *)(own + i) = gated(g, bent) * load(up, i, 0);
         }
         ready(down, own);
     }
@@ -64,12 +64,12 @@ static void gated_mlp(const Shape *m, const Layer *l, const Product *next, const
 static void route(const Experts *x, const float *logits, float *shares) {
     float most = logits[0], sum = 0, kept = 0;
     for (int64_t e = 1; e < x->count; e++) most = logits[e] > most ? logits[e] : most;
-    for (int64_t e = 0; e < x->count; e++) sum += expf(logits[e] - most), shares[e] = NOT_CHOSEN;
+    for (int64_t e = 0; e < x->count; e++) sum += exponential_one(logits[e] - most), shares[e] = NOT_CHOSEN;
     for (int64_t n = 0; n < x->chosen; n++) {
         int64_t best = -1;
         for (int64_t e = 0; e < x->count; e++)
             if (shares[e] == NOT_CHOSEN && (best < 0 || logits[e] > logits[best])) best = e;
-        shares[best] = expf(logits[best] - most) / sum;
+        shares[best] = exponential_one(logits[best] - most) / sum;
         kept += shares[best];
     }
     for (int64_t e = 0; e < x->count; e++)
@@ -114,7 +114,8 @@ static void mix_experts(const Shape *m, const Layer *l, const Product *next, con
                 count, 0, NULL, 0, team);
         SHARED(i, count) {
             const float by = room->shares[members[i] * room->experts + e];
-            for (int64_t n = 0; n < size; n++) room->stream[members[i] * width + n] += by * room->apart[i * width + n];
+            float *to = room->stream + members[i] * width;
+            for (int64_t n = 0; n < size; n++) to[n] = fused_one(by, room->apart[i * width + n], to[n]);
         }
     }
     meet(team);
@@ -128,5 +129,6 @@ static void mlp(const Shape *m, const Layer *l, const Product *next, const Room 
 
 /* Rows' shares [rows, count] of experts, from the router's logits [rows, count]. */
 void specdec_route(const Experts *x, const float *logits, int64_t rows, float *shares) {
+    ROUNDS_TO_NEAREST;
     for (int64_t r = 0; r < rows; r++) route(x, logits + r * x->count, shares + r * x->count);
 }

@@ -54,27 +54,36 @@ static void product(const Product *p, const Product *next, const float *x, float
     meet(team);
 }
 
+/* The inverse of the root of the mean of squares, plus epsilon. */
+static float inverse_rms(const float *x, int64_t size, float epsilon) {
+    floats squares = {0};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) squares = fused(load(x, i, 0), load(x, i, 0), squares);
+    float sum = total(squares);
+    for (; i < size; i++) sum = fused_one(x[i], x[i], sum);
+    return 1.f / sqrtf(sum / size + epsilon);
+}
+
 /* y = x * weight / rms(x), over `size` values. */
 static void norm(const float *x, const float *weight, float *y, int64_t size, float epsilon) {
-    floats squares = {0};
-    int64_t whole = size / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        floats v = load(x, i, 0);
-        squares += v * v;
-    }
-    float sum = total(squares);
-    for (int64_t i = whole; i < size; i++) sum += x[i] * x[i];
-    float by = 1.f / sqrtf(sum / size + epsilon);
+    const int64_t whole = size / LANES * LANES;
+    const float by = inverse_rms(x, size, epsilon);
     for (int64_t i = 0; i < whole; i += LANES) *(floats *)(y + i) = load(x, i, 0) * by * load(weight, i, 0);
     for (int64_t i = whole; i < size; i++) y[i] = x[i] * by * weight[i];
 }
 
 static void rotate(float *head, const float *cosines, const float *sines, int64_t size) {
-    int64_t half = size / 2;
-    for (int64_t i = 0; i < half; i++) {
-        float low = head[i], high = head[i + half];
-        head[i] = low * cosines[i] + high * sines[i];
-        head[i + half] = high * cosines[i + half] + low * sines[i + half];
+    const int64_t half = size / 2;
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        const floats low = load(head, i, 0), high = load(head, i + half, 0);
+        *(floats *)(head + i) = fused(high, load(sines, i, 0), low * load(cosines, i, 0));
+        *(floats *)(head + i + half) = fused(low, load(sines, i + half, 0), high * load(cosines, i + half, 0));
+    }
+    for (; i < half; i++) {
+        const float low = head[i], high = head[i + half];
+        head[i] = fused_one(high, sines[i], low * cosines[i]);
+        head[i + half] = fused_one(low, sines[i + half], high * cosines[i + half]);
     }
 }
 

@@ -11,7 +11,7 @@ INLINE floats add_times(floats sum, floats a, floats b, const int kind) {
     if (paired(kind)) return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #endif
     (void)kind;
-    return sum + a * b;
+    return fused(a, b, sum);
 }
 
 /* The same with one float, or one pair, for all lanes. */
@@ -208,7 +208,8 @@ static void add_odd(const Product *p, int64_t first, int64_t last, const float *
             memcpy(&bits, input + r * x_stride, sizeof bits);
             bits = bits << shift & mask;
             memcpy(&value, &bits, sizeof value);
-            y[r * y_stride + o->output % STRIP] += o->value * value;
+            float *to = y + r * y_stride + o->output % STRIP;
+            *to = fused_one(o->value, value, *to);
         }
     }
 }

@@ -7,9 +7,8 @@
  * rounded. (Numbers below 1.2e-38 count as zero.) A process may use tiles only after specdec_tiles has returned
  * true; before, it is killed. */
 enum { TILE = 16, STEP = 32, STEP_BYTES = 2 * STEP * PANEL };
-/* Bytes to prefetch ahead; and groups of rows whose sums are kept at once, while the weights that they share are in the
- * cache. */
-enum { AHEAD = 4096, CROWD = 16 };
+/* Groups of rows whose sums are kept at once, while the weights that they share are in the cache. */
+enum { CROWD = 16 };
 #define FENCE __asm__ volatile("" ::: "memory") /* the compiler does not see what tiles read and write */
 #define EACH_SUM(act, sum)                 \
     do {                                   \

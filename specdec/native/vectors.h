@@ -1,7 +1,34 @@
-/* Vectors: loads, rounding, sums and maxima over lanes. */
+/* Vectors: fused products, loads, rounding, sums, maxima and exponentials over lanes.
+ *
+ * The library is compiled with -ffp-contract=off. Every product that is added to something is written as `fused` or one
+ * of its kin, for lanes as for single numbers: a compiler would fuse some of them, others than in the next function, for
+ * another number of rows or for another processor, and a row's bits would depend on that. Without such an instruction
+ * the product is rounded before it is added, everywhere. */
 
 INLINE int64_t padded(int64_t n) { return (n + PAIR - 1) / PAIR * PAIR; }
 INLINE floats spread(float x) { return x - (floats){0}; }
+
+/* a * b + c */
+INLINE floats fused(floats a, floats b, floats c) {
+#if LANES == 16
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif FUSES && defined(__AVX2__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif FUSES
+    for (int n = 0; n < LANES; n++) c[n] = __builtin_fmaf(a[n], b[n], c[n]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float fused_one(float a, float b, float c) {
+#if FUSES
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 INLINE floats load(const void *from, int64_t at, int half) {
     if (!half) return *(const floats *)((const float *)from + at);
@@ -51,24 +78,29 @@ static void store(void *to, int64_t at, const float *from, int64_t count, int ha
 
 /* Takes lanes of b where one bit of the lane's number is set, else of a; CROSS flips that bit in the number taken. */
 #define PICK(n, x) ((n) & x ? LANES + (n) : (n))
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#endif
 #if LANES == 16
 #define BLEND(a, b, x) \
-    __builtin_shufflevector(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
-                            PICK(7, x), PICK(8, x), PICK(9, x), PICK(10, x), PICK(11, x), PICK(12, x), PICK(13, x), \
-                            PICK(14, x), PICK(15, x))
+    SHUFFLE(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
+            PICK(7, x), PICK(8, x), PICK(9, x), PICK(10, x), PICK(11, x), PICK(12, x), PICK(13, x), \
+            PICK(14, x), PICK(15, x))
 #define CROSS(a, b, x) \
-    __builtin_shufflevector(a, b, PICK(0, x) ^ x, PICK(1, x) ^ x, PICK(2, x) ^ x, PICK(3, x) ^ x, PICK(4, x) ^ x, \
-                            PICK(5, x) ^ x, PICK(6, x) ^ x, PICK(7, x) ^ x, PICK(8, x) ^ x, PICK(9, x) ^ x, \
-                            PICK(10, x) ^ x, PICK(11, x) ^ x, PICK(12, x) ^ x, PICK(13, x) ^ x, PICK(14, x) ^ x, \
-                            PICK(15, x) ^ x)
+    SHUFFLE(a, b, PICK(0, x) ^ x, PICK(1, x) ^ x, PICK(2, x) ^ x, PICK(3, x) ^ x, PICK(4, x) ^ x, \
+            PICK(5, x) ^ x, PICK(6, x) ^ x, PICK(7, x) ^ x, PICK(8, x) ^ x, PICK(9, x) ^ x, \
+            PICK(10, x) ^ x, PICK(11, x) ^ x, PICK(12, x) ^ x, PICK(13, x) ^ x, PICK(14, x) ^ x, \
+            PICK(15, x) ^ x)
 #define EACH_BIT(step) step(8) step(4) step(2) step(1)
 #else
 #define BLEND(a, b, x) \
-    __builtin_shufflevector(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
-                            PICK(7, x))
+    SHUFFLE(a, b, PICK(0, x), PICK(1, x), PICK(2, x), PICK(3, x), PICK(4, x), PICK(5, x), PICK(6, x), \
+            PICK(7, x))
 #define CROSS(a, b, x) \
-    __builtin_shufflevector(a, b, PICK(0, x) ^ x, PICK(1, x) ^ x, PICK(2, x) ^ x, PICK(3, x) ^ x, PICK(4, x) ^ x, \
-                            PICK(5, x) ^ x, PICK(6, x) ^ x, PICK(7, x) ^ x)
+    SHUFFLE(a, b, PICK(0, x) ^ x, PICK(1, x) ^ x, PICK(2, x) ^ x, PICK(3, x) ^ x, PICK(4, x) ^ x, \
+            PICK(5, x) ^ x, PICK(6, x) ^ x, PICK(7, x) ^ x)
 #define EACH_BIT(step) step(4) step(2) step(1)
 #endif
 #define TURN(v, x) CROSS(v, v, x)
@@ -91,17 +123,30 @@ INLINE floats largest(floats v) { /* in all lanes */
 }
 
 INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 below -87 */
+    const floats magic = spread(12582912.f); /* 1.5 * 2^23: the nearest integer lands in the low bits */
     ints live = x > spread(-87.f);
     x = -larger(-larger(x, spread(-87.f)), spread(-88.f));
-    floats n = x * 1.44269504f + spread(12582912.f); /* 1.5 * 2^23: the nearest integer lands in the low bits */
-    ints power = (ints)n - (ints)spread(12582912.f);
-    n -= spread(12582912.f);
-    floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    floats p = r * (1.f / 5040) + 1.f / 720;
-    p = p * r + 1.f / 120;
-    p = p * r + 1.f / 24;
-    p = p * r + 1.f / 6;
-    p = p * r + .5f;
-    p = (p * r + 1.f) * r + 1.f;
+    floats n = fused(x, spread(1.44269504f), magic);
+    ints power = (ints)n - (ints)magic;
+    n -= magic;
+    const floats r = fused(n, spread(2.12194440e-4f), fused(n, spread(-0.693359375f), x));
+    floats p = fused(r, spread(1.f / 5040), spread(1.f / 720));
+    p = fused(p, r, spread(1.f / 120));
+    p = fused(p, r, spread(1.f / 24));
+    p = fused(p, r, spread(1.f / 6));
+    p = fused(p, r, spread(.5f));
+    p = fused(fused(p, r, spread(1.f)), r, spread(1.f));
     return (floats)(((ints)p + (power << 23)) & live);
+}
+
+INLINE float exponential_one(float x) { return x != x ? x : exponential(spread(x))[0]; }
+
+/* x / (1 + e^-by): SiLU where both are the same. */
+INLINE floats gated(floats x, floats by) { return x / (1.f + exponential(-by)); }
+
+/* The lanes of a row's end: `count` of them, the others 0. */
+INLINE floats load_some(const float *from, int64_t count) {
+    floats found = {0};
+    memcpy(&found, from, count * sizeof *from);
+    return found;
 }

@@ -48,6 +48,7 @@ void specdec_code(const Product *p, const uint16_t *values, uint8_t *weight, Odd
 /* Writes the weight's rows with these indices to y [count, inputs], in bfloat16 or float32. Returns 0, or 1 where
  * such a row does not exist. */
 int specdec_look_up(const Product *p, const int64_t *numbers, int64_t count, void *y, int half) {
+    ROUNDS_TO_NEAREST;
     for (int64_t r = 0; r < count; r++) {
         if (numbers[r] < 0 || numbers[r] >= p->outputs) return 1;
         look_up_row(p, numbers[r], (char *)y + r * p->inputs * (half ? sizeof(uint16_t) : sizeof(float)), half);
