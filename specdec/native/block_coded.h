@@ -1,8 +1,6 @@
 /* Products of blocks that extract codes from their words right where they multiply: for rows in bytes, and for few rows
  * in 16-bit integers. */
 
-enum { FEW_CODED = 4 }; /* rows whose sums stay in registers */
-
 /* Chunks to multiply: the codes of the first chunk; the bytes from a chunk to the next, and the chunks of a block;
  * and how many bytes ahead to prefetch, or 0. */
 typedef struct {
@@ -86,6 +84,7 @@ INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, fl
 /* Calls the version for a number of rows; a machine with few registers takes half of the vectors at a time. */
 #define CODED_ROWS(n)                                                                          \
     case n: {                                                                                  \
+        if (n > FEW_CODED) return;                                                             \
         enum { WIDE = LANES == 16 || n == 1 ? PANEL / LANES : n < 4 ? PANEL / LANES / 2 : 1 }; \
         for (int64_t from = 0; from < PANEL / LANES; from += WIDE)                             \
             multiply_chunks(c, x, apart, sums, from, n, WIDE, bits, listed, bytes);            \

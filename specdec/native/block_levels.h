@@ -54,6 +54,7 @@ INLINE void multiply_vectors(const WeightFormat *f, const uint8_t *panel, int64_
 /* Calls the version for a number of rows; a machine with few registers takes half of the vectors at a time. */
 #define LEVEL_ROWS(n)                                                                          \
     case n: {                                                                                  \
+        if (n > FEW) return;                                                                   \
         enum { WIDE = LANES == 16 || n == 1 ? PANEL / LANES : n < 4 ? PANEL / LANES / 2 : 1 }; \
         for (int64_t from = 0; from < PANEL / LANES; from += WIDE)                             \
             multiply_vectors(f, panel, inputs, x, apart, sums, from, n, WIDE);                 \

@@ -150,6 +150,7 @@ INLINE void multiply_exact(const Decoded *d, const float *x, int64_t apart, floa
 /* Calls the version for a number of rows; a machine with few registers takes half of the vectors at a time. */
 #define BLOCK_ROWS(n)                                                                                            \
     case n: {                                                                                                    \
+        if (n > FEW) return;                                                                                     \
         enum { WIDE = LANES == 16 || n == 1 ? PANEL / LANES : n < 4 ? PANEL / LANES / 2 : 1 };                   \
         for (int64_t from = 0; from < PANEL / LANES; from += WIDE) {                                             \
             if (full) multiply_exact(d, x, apart, sums, chunks, f->offset, f->minima, from, n, WIDE, groups);     \

@@ -46,11 +46,16 @@
 #endif
 #ifdef __AVX512F__ /* 24 sums of 16 values in registers, beside the weights: 6 rows of 4 vectors */
 #define LANES 16
-enum { FEW = 6, SHARES = 1 };
-#else /* 12 sums of 8 values: 3 rows of 4 vectors, or 6 rows of two vectors and then two more, which reads less */
+enum { FEW = 6, FEW_CODED = 4, SHARES = 1 };
+#elif defined(__AVX2__) || defined(__aarch64__)
+/* 12 sums of 8 values: 3 rows of 4 vectors, or 6 rows of two vectors and then two more, which reads less */
 #define LANES 8
-enum { FEW = 6, SHARES = 4 };
+enum { FEW = 6, FEW_CODED = 4, SHARES = 4 };
+#else /* a vector is two registers, and there are 16: more rows would only take the compiler minutes */
+#define LANES 8
+enum { FEW = 2, FEW_CODED = 2, SHARES = 4 };
 #endif
+/* FEW rows have their sums in registers at once; FEW_CODED of them where codes are extracted as well. */
 enum { MANY = 12 }; /* groups of rows; from so many on, keeping decoded weights costs less than decoding them again */
 /* A strip is one panel or two, side by side, that are multiplied with the rows in registers. */
 enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };

@@ -168,6 +168,7 @@ INLINE int passes_of(const int64_t rows, const int kind) {
 
 #define ROWS(n)                                                                 \
     case n:                                                                     \
+        if (n > FEW) return;                                                    \
         if (LANES == 16 && panels == 1) multiply(t, n, 0, VECTORS / 2, kind);   \
         else multiply(t, n, 0, VECTORS / passes_of(n, kind), kind);             \
         if (passes_of(n, kind) > 1) multiply(t, n, VECTORS / 2, VECTORS, kind); \
