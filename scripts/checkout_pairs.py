@@ -1,0 +1,149 @@
+"""Speed of this checkout as a multiple of another one's, by interleaved pairs.
+
+    git worktree add ../before COMMIT
+    python scripts/checkout_pairs.py ../before --model smollm2 --drafters none,auto --rows 1,2,4,8,16
+    SPECDEC_CFLAGS="-march=x86-64-v3" python scripts/checkout_pairs.py ../before --model tiny
+
+Each checkout has a process of its own, and only one of them runs at a time. In every pair both do the same task, and
+which comes first alternates. A figure is the geometric mean of the pairs' ratios, seconds before over seconds now, with its 90 % interval (Student's t on the logarithms): above 1 this checkout is faster. Texts must be equal where the bits
+of the two checkouts are; whether they were is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = (
+    "import unittest\n\n\nclass TestStack(unittest.TestCase):\n    def test_push(self):\n",
+    "def quicksort(items):\n    if len(items) < 2:\n        return items\n",
+)
+REPEATS = 5  # forwards of a number of rows behind each other; the median counts
+
+
+def serve(tasks: IO[str], answers: IO[str]) -> None:
+    """What a checkout's process does: one JSON task a line, one answer a line."""
+    import torch
+
+    from specdec import Engine, SamplingParams
+    from specdec.step.block import Block
+
+    setup = json.loads(tasks.readline())
+    torch.set_num_threads(setup["threads"])
+    plain = Engine.from_pretrained(setup["model"], drafter="none", dtype=setup["dtype"])
+    engines = {name: plain.with_drafter(name) for name in setup["drafters"]}
+    target = plain.target
+
+    def decode(drafter: str, temperature: float) -> tuple[float, Any]:
+        seconds, texts = 0.0, []
+        for seed, prompt in enumerate(PROMPTS):
+            sampling = SamplingParams(temperature=temperature, seed=seed)
+            out = engines[drafter].generate(prompt, setup["tokens"], sampling)
+            seconds += out.stats.seconds.decode / out.stats.new_tokens / len(PROMPTS)
+            texts.append(out.token_ids)
+        return seconds, texts
+
+    def forward(rows: int, behind: int) -> tuple[float, Any]:
+        ids = [5 + i * 7919 % (target.vocab_size - 10) for i in range(behind + rows)]
+        with torch.inference_mode(), target.active():
+            cache = target.new_cache(capacity=behind + rows, rows=max(rows, behind))
+            target.forward(Block(cache, ids[:behind], device=target.device, backend=target.backend), rows=())
+            cache.commit(list(range(behind)))
+            times = []
+            for _ in range(REPEATS):
+                block = Block(cache, ids[behind:], device=target.device, backend=target.backend)
+                begun = time.perf_counter()
+                target.forward(block)
+                times.append(time.perf_counter() - begun)
+        return statistics.median(times), None
+
+    print(json.dumps({"runner": target.runner.name, "invariant": target.batch_invariant}), file=answers, flush=True)
+    for line in tasks:
+        name, *given = json.loads(line)
+        print(json.dumps({"decode": decode, "forward": forward}[name](*given)), file=answers, flush=True)
+
+
+class Checkout:
+    """A checkout's process."""
+
+    def __init__(self, root: Path, setup: dict[str, Any]) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(root), "SPECDEC_PAIRS_WORKER": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.told = self.ask(setup)
+
+    def ask(self, task: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(task), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if not answer:
+            sys.exit("a checkout's process has ended; what it says is above")
+        return json.loads(answer)
+
+
+def interval(logs: list[float]) -> tuple[float, float, float]:
+    """Geometric mean and 90 % interval of ratios, from their logarithms."""
+    from scipy.stats import t
+
+    mean, error = statistics.mean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    reach = t.ppf(0.95, len(logs) - 1) * error
+    return math.exp(mean - reach), math.exp(mean), math.exp(mean + reach)
+
+
+def main(
+    before: Annotated[Path, typer.Argument(help="The other checkout's folder.", exists=True, file_okay=False)],
+    model: Annotated[str, typer.Option(help="A model, as specdec generate takes it.")] = "tiny",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    drafters: Annotated[str, typer.Option(help="Drafters to decode with.")] = "none,auto",
+    temperatures: Annotated[str, typer.Option(help="Temperatures to decode at.")] = "0",
+    rows: Annotated[str, typer.Option(help="Rows of forwards.")] = "1,2,3,4,5,6,7,8,12,16",
+    behind: Annotated[int, typer.Option(help="Tokens in the cache of these forwards.")] = 128,
+    tokens: Annotated[int, typer.Option(help="New tokens of a text.")] = 128,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    pairs: Annotated[int, typer.Option(help="Pairs.", min=2)] = 9,
+) -> None:
+    """Compare this checkout with another one."""
+    names = [name for name in drafters.split(",") if name]
+    setup = {"model": model, "dtype": dtype, "drafters": names, "tokens": tokens, "threads": threads}
+    tasks: list[tuple[str, list[Any]]] = [
+        (f"{name}, T = {heat}", ["decode", name, float(heat)]) for name in names for heat in temperatures.split(",")
+    ]
+    tasks += [(f"{count} rows", ["forward", int(count), behind]) for count in rows.split(",") if count]
+    both = [Checkout(before.resolve(), setup), Checkout(ROOT, setup)]
+    table = Table("task", "seconds before", "seconds now", "before / now", "90 %", "texts")
+    for name, task in tqdm(tasks, disable=None):
+        found: list[list[Any]] = [[], []]
+        for pair in range(-1, pairs):  # the first one warms up
+            for place in (0, 1) if pair % 2 else (1, 0):
+                answer = both[place].ask(task)
+                if pair >= 0:
+                    found[place].append(answer)
+        logs = [math.log(old[0] / new[0]) for old, new in zip(*found, strict=True)]
+        low, middle, high = interval(logs)
+        medians = [f"{statistics.median(seconds for seconds, _ in one):.4g}" for one in found]
+        same = "" if found[0][0][1] is None else "equal" if found[0][0][1] == found[1][0][1] else "differ"
+        table.add_row(name, *medians, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", same)
+    console = Console(width=120)
+    console.print(f"{model}, {dtype}, {threads} threads, {pairs} pairs; before {both[0].told}, now {both[1].told}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    if os.environ.get("SPECDEC_PAIRS_WORKER"):
+        serve(sys.stdin, sys.stdout)
+    else:
+        typer.run(main)
