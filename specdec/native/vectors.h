@@ -14,6 +14,15 @@ INLINE floats fused(floats a, floats b, floats c) {
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif FUSES && defined(__AVX2__)
     return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__) /* gcc would take a loop's lanes one by one */
+    typedef union {
+        floats all;
+        float32x4_t half[2];
+    } Parts;
+    const Parts first = {a}, second = {b};
+    Parts sum = {c};
+    for (int n = 0; n < 2; n++) sum.half[n] = vfmaq_f32(sum.half[n], first.half[n], second.half[n]);
+    return sum.all;
 #elif FUSES
     for (int n = 0; n < LANES; n++) c[n] = __builtin_fmaf(a[n], b[n], c[n]);
     return c;
