@@ -16,6 +16,28 @@ const char *specdec_kind(int n) {
     return n >= 0 && n < (int)(sizeof names / sizeof *names) ? names[n] : NULL;
 }
 
+/* The class of arithmetic: libraries of one class compute the same bits, whatever compiled them; see specdec_tiles, too. */
+const char *specdec_arithmetic(void) {
+#if LANES == 16 && defined(__AVX512BF16__)
+    return "16 lanes, fused, pairs of bfloat16";
+#elif LANES == 16
+    return "16 lanes, fused";
+#elif FUSES
+    return "8 lanes, fused";
+#else
+    return "8 lanes";
+#endif
+}
+
+/* Whether several threads share the library's work. */
+int specdec_teams(void) {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 /* Whether the library reads coded weights. */
 int specdec_codes(void) { return READS_CODES; }
 

@@ -26,7 +26,7 @@ from specdec.errors import ConfigError, SpecdecWarning
 from specdec.native.types import FUNCTIONS, Kind
 from specdec.settings.files import cache_folder, digest_of, held
 
-__all__ = ["compiler", "digest_of_library", "install", "library", "products", "source"]
+__all__ = ["arithmetic", "compiler", "digest_of_library", "install", "library", "products", "source"]
 
 _SOURCE = Path(__file__).with_name("layers.c")
 # Products and sums are fused where the source says so, and nowhere else: see vectors.h.
@@ -101,6 +101,17 @@ def digest_of_library() -> str | None:
     return Path(loaded._name).stem.rpartition("-")[2][:16] + ("-tiles" if loaded.specdec_tiles() else "")
 
 
+def arithmetic() -> str | None:
+    """The class of the library's arithmetic; None where there is no library.
+
+    Within a class results are the same bits, whatever compiler and flags made the library; between classes they differ.
+    """
+    loaded = library()
+    if loaded is None:
+        return None
+    return loaded.specdec_arithmetic().decode() + (", tiles" if loaded.specdec_tiles() else "")
+
+
 def products() -> str | None:
     """The name of the library's bfloat16 product on this processor; None where there is none."""
     loaded = library()
@@ -109,7 +120,7 @@ def products() -> str | None:
     if loaded.specdec_tiles():
         return "by tiles of 16 rows (AMX)"
     refused = ", and not by its tiles (AMX): the compiler has no code for them, or the system does not lend them"
-    return f"by vectors{refused if 'amx_bf16' in _features() else ''}"
+    return f"by vectors ({arithmetic()}){refused if 'amx_bf16' in _features() else ''}"
 
 
 def install() -> Path:
@@ -258,11 +269,14 @@ def _load(path: Path) -> Any:
         ):
             allocating.errcheck = _check_done
         loaded.specdec_panel_bytes.restype = ctypes.c_int64
-        loaded.specdec_kind.restype = ctypes.c_char_p
+        loaded.specdec_kind.restype = loaded.specdec_arithmetic.restype = ctypes.c_char_p
         if [loaded.specdec_kind(n) for n in range(len(Kind) + 1)] != [*(kind.name.encode() for kind in Kind), None]:
             raise OSError(f"{str(path)!r} is of another version: its kinds of weights are others")
     except AttributeError as error:
         raise OSError(f"{str(path)!r} is no such library: {error}") from error
+    if not loaded.specdec_teams():
+        text = "native layers run on one thread: the compiler has no OpenMP; install gcc, or clang's libomp"
+        warnings.warn(text, SpecdecWarning, stacklevel=3)
     return loaded
 
 

@@ -238,6 +238,8 @@ FUNCTIONS: dict[str, list[Any]] = {
     "specdec_dequantise": [c_int, c_void_p, c_int64, c_void_p, c_int],
     "specdec_kind": [c_int],
     "specdec_pairs": [],
+    "specdec_arithmetic": [],
+    "specdec_teams": [],
     "specdec_codes": [],
     "specdec_tiles": [],
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,31 @@ def test_a_compiler_that_fails_is_warned_of(fresh: Path, monkeypatch: pytest.Mon
 
 
 @needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for the simplest of these processors")
+def test_a_compiler_without_openmp_is_warned_of(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "cc"  # as clang is where there is no libomp
+    own.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1;; esac\nexec {native.compiler()} "$@"\n')
+    own.chmod(0o700)
+    monkeypatch.setattr(native, "compiler", lambda: str(own))
+    monkeypatch.setenv("SPECDEC_CFLAGS", "-O0 -march=x86-64")
+    with pytest.warns(SpecdecWarning, match="native layers run on one thread: the compiler has no OpenMP; install gcc"):
+        assert native.library() is not None
+
+
+@needs_compiler
+def test_flags_of_the_environment_make_another_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = native._key(native.compiler()), native._machine()
+    monkeypatch.setenv("SPECDEC_CFLAGS", "-mno-avx512f '-DNAME=of two words'")
+    assert native.flags()[-2:] == ["-mno-avx512f", "-DNAME=of two words"]
+    assert native._key(native.compiler()) != own[0]
+    assert native._machine() != own[1]
+    monkeypatch.setenv("SPECDEC_CFLAGS", "-DNAME='")
+    with pytest.raises(ConfigError, match=r"SPECDEC_CFLAGS=\"-DNAME='\": No closing quotation; write it as a shell"):
+        native.flags()
+
+
+@needs_compiler
 def test_a_library_is_kept_for_the_user_alone(fresh: Path, compiled: list[str]) -> None:
     assert native.library() is not None
     note, library = kept(fresh)
@@ -192,7 +218,7 @@ def test_a_process_that_is_lent_no_tiles_multiplies_by_vectors() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TILES], capture_output=True, text=True, env=options)
     assert done.returncode == 0, done.stderr
     told, _, digest = done.stdout.strip().rpartition(" ")
-    assert told.startswith("by vectors, and not by its tiles (AMX): ")
+    assert told.startswith("by vectors (16 lanes, fused, pairs of bfloat16), and not by its tiles (AMX): ")
     assert f"{digest}-tiles" == native.digest_of_library()
 
 
