@@ -42,7 +42,7 @@ static inline __m256i emulated_dpbusd(__m256i sum, __m256i codes, __m256i row) {
 
 int main(int count, char **arguments) {
     quick = count > 1 && !strcmp(arguments[1], "quick");
-    printf("class: %d lanes, %s, %s\n", LANES, FUSES ? "fused" : "not fused", specdec_pairs() ? "pairs" : "no pairs");
+    printf("%s\n", specdec_arithmetic());
     by_products();
     by_layers();
     by_heads();
