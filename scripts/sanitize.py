@@ -34,7 +34,8 @@ from specdec.native import library  # noqa: E402
 
 SOURCE = ROOT / "specdec" / "native" / "layers.c"
 TEAM = Path(__file__).with_name("sanitize_team.c")
-COMMON = ("-O1", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-g1", "-fno-omit-frame-pointer")
+COMMON = ("-O1", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+COMMON += ("-g1", "-fno-omit-frame-pointer")
 SECONDS = 900  # of a compiler: a sanitizer's code is long
 
 
