@@ -2,10 +2,10 @@
 
     python scripts/native_bits.py [--all] [--only WORD ...] [--jobs N]
 
-The driver (``tests/unit/native/bits/driver.c``) sees by itself that a row's result does not depend on the rows beside it.
-Compilers, levels of optimisation, tunings and ``-ffp-contract`` must not change it either: an expression that a compiler
-is free to fuse, or to sum in another order, shows here as a group whose hash differs. Without ``--all`` each of these
-choices is met in some build of each class, as in CI; ``--all`` takes every combination, which takes an hour of a
+The driver (``tests/unit/native/bits/driver.c``) sees by itself that a row's result does not depend on the rows beside
+it. Compilers, levels of optimisation, tunings and ``-ffp-contract`` must not change it either: an expression that a
+compiler may fuse, or sum in another order, shows here as a group whose hash differs. Without ``--all`` each of these
+choices is met in some build of each class, as in CI; ``--all`` takes every combination, which takes two hours of a
 processor. Builds whose compiler or instructions this machine lacks are named.
 """
 

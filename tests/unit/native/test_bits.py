@@ -1,7 +1,7 @@
 """The native library's bits: no row's depend on other rows, and none on the compiler, its level or its tuning.
 
-The driver in ``bits/`` is compiled in several ways; builds that sum over as many lanes, with the same instructions, have to
-print the same hashes. ``scripts/native_bits.py`` tries every combination.
+The driver in ``bits/`` is compiled in several ways; builds of one class of arithmetic have to print the same hashes.
+``scripts/native_bits.py`` tries every combination.
 """
 
 from __future__ import annotations
