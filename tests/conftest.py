@@ -68,13 +68,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def _native_library() -> list[Path]:
-    """The compiled library and the notes that hold its hash; empty without a compiler."""
+    """The compiled library, the notes that hold its hash and what was measured of it; empty without a compiler."""
+    from specdec.native.invariance import products_vary
     from specdec.native.library import library
 
-    loaded = library()
-    path = Path("" if loaded is None else loaded._name)
-    notes = path.parent.glob("*.sha256")
-    return [path, *(note for note in notes if note.read_text() in path.name)] if loaded is not None else []
+    if (loaded := library()) is None:
+        return []
+    products_vary()
+    path = Path(loaded._name)
+    notes = [note for note in path.parent.glob("*.sha256") if note.read_text() in path.name]
+    return [path, *notes, *path.parent.glob("rows-*.json")]
 
 
 def _copy_into(folder: Path, file: Path) -> None:

@@ -272,7 +272,7 @@ def level(request: pytest.FixtureRequest) -> Any:
     """The library as it is compiled for processors that have less."""
     needs = {"x86-64": "sse2", "haswell": "avx2", "alderlake": "avx_vnni"}
     needs |= {"skylake-avx512": "avx512bw", "icelake-server": "avx512_vnni"}
-    if needs[request.param] not in native._features():
+    if needs[request.param] not in native.features():
         pytest.skip("this processor has no such instructions")
     return library_for(request.param) or pytest.skip("the compiler has no code for it")
 
