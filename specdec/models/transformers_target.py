@@ -586,8 +586,11 @@ class TransformersTarget:
         return all(weight.is_floating_point() and not weight.is_meta for weight in weights)
 
     @contextmanager
-    def _shadow(self, maker: RunnerMaker) -> Iterator[None]:
-        """While inside, the model's own modules run with weights in another dtype, one layer at a time."""
+    def _shadow(self, maker: RunnerMaker, near: float) -> Iterator[None]:
+        """While inside, the model's own modules run with weights in another dtype, one layer at a time.
+
+        ``near``: of packed weights that round rows to bytes.
+        """
         dtype = self._reference.other_dtype
         layers = [maker.module_layer(number, ShadowLayer, dtype=dtype) for number in range(self.num_layers)]
         runner = maker.of_layers("transformers", [*layers], [])
@@ -596,8 +599,15 @@ class TransformersTarget:
         if isinstance(parts[0], TiedEmbedding):  # which has no parameters to be cast
             embed = Evaluated(parts[0].in_float32())
             runner.embed = lambda tokens: embed(tokens).to(dtype)
-        with self._using(runner), runner.every_expert():
-            yield
+        stores = [store for store in _stores(self.model) if isinstance(store, BlockWeight)]
+        for store in stores:
+            store.near = near
+        try:
+            with self._using(runner), runner.every_expert():
+                yield
+        finally:
+            for store in stores:
+                store.near = 0.0
 
     @contextmanager
     def _using(self, runner: LayerRunner) -> Iterator[None]:

@@ -143,6 +143,13 @@ def test_rows_in_bytes_are_multiplied_exactly(name: str) -> None:
     assert np.array_equal(in_bytes(torch.from_numpy(rows)).numpy(), rounded.astype(np.float32))
 
 
+def test_bytes_are_rounded_otherwise_where_that_is_near() -> None:
+    rows = torch.zeros(32)
+    rows[:6] = torch.tensor([127.0, 3.5 - 2.0**-10, 3.5 + 2.0**-10, -3.5 + 2.0**-10, 4.0, 3.5 - 2.0**-8])
+    assert in_bytes(rows)[:6].tolist() == [127.0, 3.0, 4.0, -3.0, 4.0, 3.0]
+    assert in_bytes(rows, 2.0**-9)[:6].tolist() == [127.0, 4.0, 3.0, -4.0, 4.0, 3.0]
+
+
 def plain_scales(tensor: BlockTensor) -> BlockTensor:
     """The same codes, with scales and minima that are powers of two, or whole numbers of one."""
     blocks = tensor.blocks.copy()
