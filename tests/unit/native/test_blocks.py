@@ -20,6 +20,7 @@ from specdec.native.formats import formats
 from specdec.runners.block_weight import BlockTensor, BlockWeight, in_bytes
 from tests.bitsandbytes_files import LISTS
 from tests.quantised_files import FORMATS, SCALES_AT, random_blocks
+from tests.sums import rounding_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 BY_NAME = {one.name: one for one in formats().values()}
@@ -162,14 +163,6 @@ def plain_scales(tensor: BlockTensor) -> BlockTensor:
     return BlockTensor(tensor.format, blocks, tensor.order)
 
 
-def summed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Products in float32, from the first input to the last, as native ones; torch's order is its machine's."""
-    total = torch.zeros(len(rows), len(weight))
-    for own, other in zip(rows.t(), weight.t(), strict=True):
-        total = total + own[:, None] * other
-    return total
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)])
 def test_a_row_s_product_does_not_depend_on_the_others(name: str, dtype: torch.dtype, int8: bool) -> None:
@@ -183,10 +176,7 @@ def test_a_row_s_product_does_not_depend_on_the_others(name: str, dtype: torch.d
     read = in_bytes(rows.float()) if int8 else rows
     expected = torch.nn.functional.linear(read.double(), weight.double(), bias.double())
     together, onto = product(rows), product.add(rows, residual)
-    theirs = torch.nn.functional.linear(rows, weight.to(dtype), bias)
-    bound = 3 * float((theirs.double() - expected).abs().max())  # rounding, as much as torch's own
-    if dtype == torch.float32:  # or one sum's in order, where torch's sums of this processor are shorter
-        bound = max(bound, float((summed(rows, weight) + bias - expected).abs().max()))
+    bound = rounding_of(read, weight.to(dtype), bias, expected)
     torch.testing.assert_close(together.double(), expected, atol=bound, rtol=0)
     torch.testing.assert_close(onto.double(), expected + residual.double(), atol=bound, rtol=0)
     for count in (*range(1, 14), 95, 96, 97, 193):
