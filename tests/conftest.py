@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,9 +40,30 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which transformers does
     import transformers
 
+    if "TRITON_INTERPRET" in os.environ:
+        _multiply_in_order()
     torch.set_num_threads(1)  # the workers are the parallelism
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def _multiply_in_order() -> None:
+    """Have Triton's interpreter sum a product's terms from the first to the last.
+
+    It asks BLAS, whose order depends on the processor and on how many rows and columns there are.
+    """
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        left, right, total = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype), d.data.copy()
+        for k in range(left.shape[-1]):
+            total += left[..., :, k, None] * right[..., None, k, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def pytest_collection_finish() -> None:
@@ -68,13 +89,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def _native_library() -> list[Path]:
-    """The compiled library and the notes that hold its hash; empty without a compiler."""
+    """The compiled library, the notes that hold its hash and what was measured of it; empty without a compiler."""
+    from specdec.native.invariance import products_vary
     from specdec.native.library import library
 
-    loaded = library()
-    path = Path("" if loaded is None else loaded._name)
-    notes = path.parent.glob("*.sha256")
-    return [path, *(note for note in notes if note.read_text() in path.name)] if loaded is not None else []
+    if (loaded := library()) is None:
+        return []
+    products_vary()
+    path = Path(loaded._name)
+    notes = [note for note in path.parent.glob("*.sha256") if note.read_text() in path.name]
+    return [path, *notes, *path.parent.glob("rows-*.json")]
 
 
 def _copy_into(folder: Path, file: Path) -> None:

@@ -4,7 +4,9 @@ The reference is the model's own forward over a few tokens: every runner must co
 tree, last norm and head included. In full precision they must agree up to rounding. In half precision rounding may hide
 a wrong layer, so it is measured: the same modules run in float32, layer by layer, and a runner's error relative to this
 run may be no larger than that of the model's own modules. Where rows are rounded to bytes it is measured in full
-precision, too, by float64: there the last bit of a float32 decides between two bytes.
+precision, too, by float64: there the last bit of a float32 decides between two bytes. As chance has it that bit differs
+in one runner and not in another, so what it may change is measured as well: by a run in which every value that lies so
+near to the middle of two bytes becomes the other one.
 
 Each row has all experts meanwhile, where a known router chooses some: where its logits are nearly even, two roundings
 choose others, and so differ by more than rounding; and no expert is left out. How runners choose is compared apart.
@@ -40,6 +42,8 @@ _WITHOUT_SHADOW = 0.1
 # In half precision, root mean squares, which hardly vary over so many logits: two roundings differ by 1.4 of one, and
 # one runner rounds about as much as another. The floor, relative, is for models that round by accident to nothing.
 _OWN, _RUNNER, _FLOOR = 4.0, 1.5, 2.0**-10
+# How near to the middle of two bytes a sum in float32 may be rounded to either: by 32 units in the last place of 127.
+_NEAR = 127 * 2.0**-19
 # Of every block here: oneDNN makes kernels for each number of rows, and keeps them (a megabyte each in bfloat16).
 _ROWS = 6
 _TREE = (-1, 0, 0, 2, 3, 4)  # below the root a wrong sibling first, so that a row's place and depth differ
@@ -119,11 +123,11 @@ class Reference:
         """The dtype that the target's is measured by."""
         return torch.float64 if self._target.dtype is torch.float32 else torch.float32
 
-    def check_modules(self, shadowed: Callable[[], Any] | None) -> None:
+    def check_modules(self, shadowed: Callable[[float], Any] | None) -> None:
         """Hold the model's modules, called layer by layer, against its own forward.
 
-        ``shadowed``: a context manager in which the target runs the same modules in ``other_dtype``; None where it
-        cannot.
+        ``shadowed``: a context manager in which the target runs the same modules in ``other_dtype``, and rounds rows to
+        bytes as ``in_bytes`` does by its ``near``; None where it cannot.
 
         Raises:
             TargetError: they differ by more than rounding.
@@ -132,11 +136,12 @@ class Reference:
         walked = self._logits()
         if self._full is None and shadowed is not None:
             specs = [replace(spec, dtype=self.other_dtype) for spec in self._specs]
-            with shadowed():
+            with shadowed(0.0):
                 self._shadow = self._in_one_block(specs)
             self._rounding = _rms(walked - self._shadow)
-            if getattr(self._target, "activations", None):  # a byte may flip in the shape of the model's own forward
-                self._rounding = max(self._rounding, _rms(self._in_one_block(self._specs) - self._shadow))
+            if getattr(self._target, "activations", None):
+                with shadowed(_NEAR):
+                    self._rounding = max(self._rounding, _rms(self._in_one_block(specs) - self._shadow))
             off, most = _rms(walked - self._expected), _OWN * self._rounding + _FLOOR * _rms(self._expected)
         else:
             off, most = self._distance(walked)

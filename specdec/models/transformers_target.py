@@ -84,6 +84,7 @@ from specdec.target import TargetOutput
 
 __all__ = ["TransformersTarget", "time_runners"]
 
+_WHAT_FOLLOWS = "texts may part from plain decoding's where two logits are as good as equal"
 _WARM_ROWS = 64  # of several sequences, in steps that are recorded beforehand
 _PAGES_SHARE = 0.9  # of the bytes that a device has left; vLLM's gpu_memory_utilization is the same by default
 
@@ -191,6 +192,8 @@ class TransformersTarget:
         )
         self.runner, self.options["runner"] = self.plan.runner, self.plan.runner.name
         del self._reference
+        with self.active():
+            self.runner.measure_rows(self.specs)
         packed: Any = model.get_input_embeddings()
         self._outline = Outline(model, self.decoder, config, packed)
         asked_once = maker.rotary.module.modules() if maker.rotary.fixed else ()
@@ -486,7 +489,7 @@ class TransformersTarget:
                 **{f"not {name}": reason for name, reason in self.plan.others.items()},
                 "experts": self.runner.experts,
                 "attention": "in the same call" if self.runner.name == "native" else self._describe_attention(),
-                "batch-invariant": "yes" if self.batch_invariant else f"no: {self._varies()}",
+                "batch-invariant": "yes" if self.batch_invariant else f"no: {self._varies()}; {_WHAT_FOLLOWS}",
                 "CUDA graphs": self.runner.graphs(self.backend) if self.device.type == "cuda" else None,
                 "cuts of products": self.runner.cuts(),
                 "cache": self._describe_cache(),
@@ -583,8 +586,11 @@ class TransformersTarget:
         return all(weight.is_floating_point() and not weight.is_meta for weight in weights)
 
     @contextmanager
-    def _shadow(self, maker: RunnerMaker) -> Iterator[None]:
-        """While inside, the model's own modules run with weights in another dtype, one layer at a time."""
+    def _shadow(self, maker: RunnerMaker, near: float) -> Iterator[None]:
+        """While inside, the model's own modules run with weights in another dtype, one layer at a time.
+
+        ``near``: of packed weights that round rows to bytes.
+        """
         dtype = self._reference.other_dtype
         layers = [maker.module_layer(number, ShadowLayer, dtype=dtype) for number in range(self.num_layers)]
         runner = maker.of_layers("transformers", [*layers], [])
@@ -593,8 +599,15 @@ class TransformersTarget:
         if isinstance(parts[0], TiedEmbedding):  # which has no parameters to be cast
             embed = Evaluated(parts[0].in_float32())
             runner.embed = lambda tokens: embed(tokens).to(dtype)
-        with self._using(runner), runner.every_expert():
-            yield
+        stores = [store for store in _stores(self.model) if isinstance(store, BlockWeight)]
+        for store in stores:
+            store.near = near
+        try:
+            with self._using(runner), runner.every_expert():
+                yield
+        finally:
+            for store in stores:
+                store.near = 0.0
 
     @contextmanager
     def _using(self, runner: LayerRunner) -> Iterator[None]:

@@ -36,6 +36,11 @@ class WeightFormat(Structure):
         return int(self.levels) < 2  # as Lists in ``blocks.h``
 
     @property
+    def has_float_scales(self) -> bool:
+        """Whether a block's scale is one float32; else it is a float16, as a minimum is."""
+        return int(self.scales) == 4  # as Scales in ``blocks.h``
+
+    @property
     def name(self) -> str:
         return str(self._name.decode())
 

@@ -26,7 +26,18 @@ from specdec.errors import ConfigError, SpecdecWarning
 from specdec.native.types import FUNCTIONS, Kind
 from specdec.settings.files import cache_folder, digest_of, held
 
-__all__ = ["arithmetic", "compiler", "digest_of_library", "install", "library", "products", "source"]
+__all__ = [
+    "arithmetic",
+    "compiler",
+    "digest_of_library",
+    "features",
+    "install",
+    "library",
+    "own_folder",
+    "products",
+    "read_own",
+    "source",
+]
 
 _SOURCE = Path(__file__).with_name("layers.c")
 # Products and sums are fused where the source says so, and nowhere else: see vectors.h.
@@ -82,7 +93,7 @@ def library() -> Any:
     try:
         note = _key(found) + ".sha256"
         try:
-            folder = _own_folder(cache_folder() / "native")
+            folder = own_folder(cache_folder() / "native")
         except OSError as error:
             warnings.warn(f"native layers are compiled anew by every process: {error}", SpecdecWarning, stacklevel=2)
             with tempfile.TemporaryDirectory() as private:  # a loaded library stays when its file is deleted
@@ -120,7 +131,7 @@ def products() -> str | None:
     if loaded.specdec_tiles():
         return "by tiles of 16 rows (AMX)"
     refused = ", and not by its tiles (AMX): the compiler has no code for them, or the system does not lend them"
-    return f"by vectors ({arithmetic()}){refused if 'amx_bf16' in _features() else ''}"
+    return f"by vectors ({arithmetic()}){refused if 'amx_bf16' in features() else ''}"
 
 
 def install() -> Path:
@@ -159,11 +170,11 @@ def _installed() -> Any:
 
 def _machine() -> str:
     """File name of the note for this source and processor; computing it needs no compiler."""
-    made_of = "|".join((source(), platform.machine(), *_features(), *flags()))
+    made_of = "|".join((source(), platform.machine(), *features(), *flags()))
     return hashlib.sha256(made_of.encode()).hexdigest()[:16] + ".sha256"
 
 
-def _features() -> list[str]:
+def features() -> list[str]:
     """The processor's features, under the names that it reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -172,7 +183,7 @@ def _features() -> list[str]:
     return sorted(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())  # x86, Arm
 
 
-def _own_folder(folder: Path) -> Path:
+def own_folder(folder: Path) -> Path:
     """The folder, created where it is missing.
 
     Raises:
@@ -194,7 +205,7 @@ def _check_owner(path: Path, found: os.stat_result, is_kind: Callable[[int], boo
         raise OSError(f"{str(path)!r} is open to other users (mode {mode:o}); remove it")
 
 
-def _read_own(path: Path) -> bytes:
+def read_own(path: Path) -> bytes:
     """The content of a file that only this user can open; raises OSError for any other file."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         _check_owner(path, os.fstat(file.fileno()), stat.S_ISREG)
@@ -207,9 +218,9 @@ def _kept(folder: Path, note: str) -> Any:
     if not os.path.lexists(place):
         return None
     try:
-        digest = _read_own(place).decode("ascii", errors="replace")
+        digest = read_own(place).decode("ascii", errors="replace")
         path = _path(folder, digest)
-        if hashlib.sha256(_read_own(path)).hexdigest() != digest:
+        if hashlib.sha256(read_own(path)).hexdigest() != digest:
             raise OSError(f"{str(path)!r} is not what was compiled")
         return _load(path)
     except OSError as error:

@@ -26,12 +26,19 @@ _BYTES_AT_ONCE = 8 << 20  # bytes of the file that are copied into panels at a t
 _CHUNK = 32  # inputs of a row that share a scale
 
 
-def in_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """[..., in] the rows' values after rounding to bytes; 32 inputs share a scale, their largest magnitude over 127."""
+def in_bytes(rows: torch.Tensor, near: float = 0.0) -> torch.Tensor:
+    """[..., in] the rows' values after rounding to bytes; 32 inputs share a scale, their largest magnitude over 127.
+
+    A value between two bytes that is nearer than ``near`` of their distance to the middle becomes the further byte.
+    """
     chunks = rows.detach().float().reshape(*rows.shape[:-1], -1, _CHUNK)
     largest = chunks.abs().amax(-1, keepdim=True)
     small = largest < 2.0**-112
-    whole = (chunks * (127 / largest).masked_fill(small, 0.0)).round()
+    exact = chunks * (127 / largest).masked_fill(small, 0.0)
+    whole = exact.round()
+    if near:
+        left = exact - whole
+        whole = torch.where(left.abs() > 0.5 - near, whole + left.sign(), whole)
     return (whole * (largest / 127).masked_fill(small, 0.0)).view(rows.shape).to(rows.dtype)
 
 
@@ -105,7 +112,12 @@ class BlockWeight(PackedWeight):
     their scale. Codes are integers, so a group's sum is an exact integer. In float32, rows are not rounded. With
     ``int8``, rows of either dtype are rounded to bytes, and 32 inputs share a scale: less exact, but faster. Rows are
     never rounded where codes stand for float32 numbers. The order of a row's sums never depends on the other rows.
+
+    Attributes:
+        near: see :func:`in_bytes`; of rows that the dequantised weights multiply.
     """
+
+    near = 0.0
 
     def __init__(
         self,
@@ -190,7 +202,8 @@ class BlockWeight(PackedWeight):
             found = self._multiplied(product, hidden.reshape(-1, self.inputs), None)
         else:
             if self.int8:
-                hidden = hidden + (in_bytes(hidden) - hidden).detach()  # gradients pass as if nothing were rounded
+                read = in_bytes(hidden, self.near)
+                hidden = hidden + (read - hidden).detach()  # gradients pass as if nothing were rounded
             found = self._by_dequantised(hidden, rows)
             found = found if self.bias is None else found + self.bias[rows].to(hidden.dtype)
         return found.view(*hidden.shape[:-1], -1)

@@ -1,7 +1,8 @@
 """The native runner: one call of C runs a step's rows through all layers, on a CPU.
 
 ``specdec/native/layers.c`` computes; it streams weights that are stored in panels. The order of a row's sums does not
-depend on the other rows, so accepted rows equal plain decoding's bit for bit.
+depend on the other rows, so accepted rows equal plain decoding's bit for bit. That is measured, too, of the compiled
+library and of each model (:mod:`specdec.native.invariance`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from specdec.native.invariance import layer_varies, products_vary
 from specdec.native.library import library
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.experts import KnownExperts, PackedExperts
@@ -27,11 +30,14 @@ from specdec.runners.rotary import Rotary
 from specdec.runners.runner import FINAL, Finished, LayerRunner
 from specdec.runners.snapshot import Snapshot
 from specdec.sampling.scores import Scores
-from specdec.step.block import Rows
+from specdec.step.block import Block, Rows
+from specdec.step.cache import KVCache
+from specdec.step.slots import LayerSpec
 
 __all__ = ["DTYPES", "NativeRunner", "why_not"]
 
 DTYPES = (torch.float32, torch.bfloat16)
+_CHAINS = 4  # so that where results are rounded to bfloat16, some of them differ in what is left
 _ROUTED = 32  # rows by which routers are compared
 _ROUNDING = 2.0**-7  # of a share, which some routers round to bfloat16
 
@@ -99,7 +105,8 @@ class NativeRunner(LayerRunner):
         embedding = model.get_input_embeddings()
         self.embed = embedding if isinstance(embedding, TiedEmbedding) else Evaluated(embedding)
         self.head = packed_head or Evaluated(model.get_output_embeddings())
-        self.varies = None if packed_head else "the head is run by its own module, whose products are torch's"
+        apart = None if packed_head else "the head is run by its own module, whose products are torch's"
+        self.varies = apart or products_vary()
         last = gain(norm)
         self.norm = FusedNorm(norm) if is_known_norm(norm) else Evaluated(norm)
         self._head = None if packed_head is None or last is None else NativeHead(*last, packed_head.packed)
@@ -197,6 +204,23 @@ class NativeRunner(LayerRunner):
             if not torch.allclose(own.sort(descending=True).values, theirs, rtol=_ROUNDING, atol=1e-6):
                 return f"it chooses otherwise among {own.shape[1]} experts than {type(router).__name__} does"
         return None
+
+    def measure_rows(self, specs: Sequence[LayerSpec]) -> None:
+        if self.varies is None:
+            self.varies = layer_varies(partial(self._chain, specs))
+
+    def _chain(self, specs: Sequence[LayerSpec], counts: Sequence[int]) -> torch.Tensor:
+        """[N, D] random rows of several chains through the last layer, in blocks of these numbers of rows."""
+        last, total, found = len(self.layers) - 1, sum(counts), []
+        for seed in range(_CHAINS):
+            generator = torch.Generator().manual_seed(seed)
+            hidden = torch.randn(total, len(self.layers[last].norms[0]), generator=generator).to(self._like.dtype)
+            cache = KVCache(specs, capacity=total, rows=total)
+            for rows in torch.split(hidden, [*counts]):
+                block = Block(cache, [0] * len(rows), device=hidden.device)
+                found.append(self.run(rows, block, last, last + 1, ())[0])
+                cache.commit(range(len(rows)))
+        return torch.cat(found)
 
     def changed(self) -> str | None:
         return self._snapshot.changed()

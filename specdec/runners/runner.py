@@ -121,6 +121,10 @@ class LayerRunner(ABC):
         """How products are cut that have several ways of the same numbers, and why; None where there is one way."""
         return None
 
+    def measure_rows(self, specs: Sequence[LayerSpec]) -> None:
+        """Run a layer in blocks of several sizes, where ``varies`` depends on that; ``specs``: of all caches."""
+        del specs
+
     def choose_cuts(self, rows: Callable[[int], Rows], most: int) -> None:
         """Choose among them by the time of whole steps, for steps of up to ``most`` rows; does nothing where it cannot.
 

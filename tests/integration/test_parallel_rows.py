@@ -293,8 +293,9 @@ def test_a_rank_that_fails_in_a_step_ends_all() -> None:
     assert isinstance(found[1], NumericalError)
 
 
-def test_all_go_by_one_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_go_by_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's, with as many more rows for the same time; by a clock on which all rows have the time to be measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no other test's curve, which a clock may have cut short
     looks = count()
     monkeypatch.setattr("specdec.parallel.ranks.perf_counter", lambda: 1e-5 * next(looks))
 

@@ -20,6 +20,7 @@ from specdec.native.formats import formats
 from specdec.runners.block_weight import BlockTensor, BlockWeight, in_bytes
 from tests.bitsandbytes_files import LISTS
 from tests.quantised_files import FORMATS, SCALES_AT, random_blocks
+from tests.sums import rounding_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 BY_NAME = {one.name: one for one in formats().values()}
@@ -143,6 +144,13 @@ def test_rows_in_bytes_are_multiplied_exactly(name: str) -> None:
     assert np.array_equal(in_bytes(torch.from_numpy(rows)).numpy(), rounded.astype(np.float32))
 
 
+def test_bytes_are_rounded_otherwise_where_that_is_near() -> None:
+    rows = torch.zeros(32)
+    rows[:6] = torch.tensor([127.0, 3.5 - 2.0**-10, 3.5 + 2.0**-10, -3.5 + 2.0**-10, 4.0, 3.5 - 2.0**-8])
+    assert in_bytes(rows)[:6].tolist() == [127.0, 3.0, 4.0, -3.0, 4.0, 3.0]
+    assert in_bytes(rows, 2.0**-9)[:6].tolist() == [127.0, 4.0, 3.0, -4.0, 4.0, 3.0]
+
+
 def plain_scales(tensor: BlockTensor) -> BlockTensor:
     """The same codes, with scales and minima that are powers of two, or whole numbers of one."""
     blocks = tensor.blocks.copy()
@@ -153,14 +161,6 @@ def plain_scales(tensor: BlockTensor) -> BlockTensor:
         elif at is not None:
             rows[..., at : at + 2] = np.array([2.0**-6], np.float16).view(np.uint8)
     return BlockTensor(tensor.format, blocks, tensor.order)
-
-
-def summed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Products in float32, from the first input to the last, as native ones; torch's order is its machine's."""
-    total = torch.zeros(len(rows), len(weight))
-    for own, other in zip(rows.t(), weight.t(), strict=True):
-        total = total + own[:, None] * other
-    return total
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -176,10 +176,7 @@ def test_a_row_s_product_does_not_depend_on_the_others(name: str, dtype: torch.d
     read = in_bytes(rows.float()) if int8 else rows
     expected = torch.nn.functional.linear(read.double(), weight.double(), bias.double())
     together, onto = product(rows), product.add(rows, residual)
-    theirs = torch.nn.functional.linear(rows, weight.to(dtype), bias)
-    bound = 3 * float((theirs.double() - expected).abs().max())  # rounding, as much as torch's own
-    if dtype == torch.float32:  # or one sum's in order, where torch's sums of this processor are shorter
-        bound = max(bound, float((summed(rows, weight) + bias - expected).abs().max()))
+    bound = rounding_of(read, weight.to(dtype), bias, expected)
     torch.testing.assert_close(together.double(), expected, atol=bound, rtol=0)
     torch.testing.assert_close(onto.double(), expected + residual.double(), atol=bound, rtol=0)
     for count in (*range(1, 14), 95, 96, 97, 193):
@@ -272,7 +269,7 @@ def level(request: pytest.FixtureRequest) -> Any:
     """The library as it is compiled for processors that have less."""
     needs = {"x86-64": "sse2", "haswell": "avx2", "alderlake": "avx_vnni"}
     needs |= {"skylake-avx512": "avx512bw", "icelake-server": "avx512_vnni"}
-    if needs[request.param] not in native._features():
+    if needs[request.param] not in native.features():
         pytest.skip("this processor has no such instructions")
     return library_for(request.param) or pytest.skip("the compiler has no code for it")
 

@@ -19,6 +19,7 @@ from specdec.native import library as native
 from specdec.runners.experts import KnownExperts, PackedExperts
 from specdec.step.block import Block
 from tests import models, tiers
+from tests.sums import InOrder
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
@@ -38,7 +39,7 @@ def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: An
 @pytest.mark.parametrize("chosen", [1, 2, 7])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str, chosen: int) -> None:
-    """Of one expert, of some and of all, as few as leave only rounding between them in float64."""
+    """Of one expert, of some and of all, up to the rounding of transformers' own layers whose sums run in order."""
     model = new_model(family, num_experts_per_tok=chosen, **{COUNTS[family]: 7})
     model.config._experts_implementation = "eager"
     for weight in model.parameters():
@@ -47,9 +48,11 @@ def test_logits_are_those_of_transformers(family: str, chosen: int) -> None:
     tokens, exact = models.prompt_of(40), copy.deepcopy(model).double()
     with torch.inference_mode():
         expected = exact(torch.tensor([tokens])).logits[0]
-        theirs = model(torch.tensor([tokens])).logits[0].double() - expected
+        model.set_attn_implementation("eager")
+        with InOrder():
+            theirs = model(torch.tensor([tokens])).logits[0].double() - expected
     found = models.logits_of(TransformersTarget(model, execution="native", owned=True), tokens).double() - expected
-    assert float(found.abs().max()) < max(3 * float(theirs.abs().max()), 1e-5)
+    assert found.abs().mean() < 1.25 * theirs.abs().mean()
 
 
 def test_layers_with_and_without_experts_go_in_one_call() -> None:

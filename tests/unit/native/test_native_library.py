@@ -188,7 +188,7 @@ def test_one_process_compiles_and_another_waits_for_it(
 def test_a_process_that_compiles_for_ever_is_not_waited_for(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_SECONDS", 0.01)
     monkeypatch.setattr(native, "_key", lambda compiler: "key")
-    native._own_folder(fresh / "native")
+    native.own_folder(fresh / "native")
     with held(fresh / "native" / ".lock", ""), pytest.warns(SpecdecWarning, match="another process has been compiling"):
         assert native.library() is None
 
