@@ -97,7 +97,7 @@ class EngineOptions(ModelOptions):
         from specdec.costs.policy import check_policy
 
         ModelOptions.__post_init__(self)
-        object.__setattr__(self, "policy", check_policy(self.policy))
+        check_policy(self.policy)
         check_choice("parallel", self.parallel, PARALLEL)
 
 
