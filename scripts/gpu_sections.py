@@ -247,7 +247,7 @@ def tests(check: Any) -> Iterator[Part]:
         yield "tests/gpu", taken
 
 
-KERNELS = [f"specdec.runners.kernels.{name}" for name in ("launch", "layer", "pick", "product", "step", "tree")]
+KERNELS = [f"specdec.runners.kernels.{name}" for name in ("launch", "layer", "pick", "product", "step")]
 """What parts import when they run."""
 SECTIONS: dict[str, Callable[[Any], Iterator[Part]]] = {
     "bandwidth": bandwidth, "bits": bits, "again": again, "texts": texts, "step": step, "batches": batches,

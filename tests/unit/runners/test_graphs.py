@@ -412,7 +412,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
     target = fused(new_model("llama", torch.float64))
     expected = reference(target.model, PROMPT, 12)
     assert target.runner.graphs("auto") == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
-    assert "attention='aten' is told" in target.runner.graphs("aten")
+    assert "attention='split' is told" in target.runner.graphs("split")
     assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: transformers layers are not")
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):

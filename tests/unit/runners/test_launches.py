@@ -52,7 +52,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=1)
 # The noise is some twenty operations, on one row of the vocabulary each. A graph is one launch, and six serve it.
 @pytest.mark.parametrize(
     ("attention_name", "sampling", "limit"),
-    [("aten", None, 300), ("aten", SAMPLED, 330), ("auto", None, 6), ("auto", SAMPLED, 6)],
+    [("flash", None, 300), ("flash", SAMPLED, 330), ("auto", None, 6), ("auto", SAMPLED, 6)],
 )
 def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
     attention_name: str, sampling: SamplingParams | None, limit: int, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +77,7 @@ def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
     def flash(query: Any, keys: Any, values: Any, scale: float, **_: Any) -> Any:
         return attention_kernels.plain_attention(query, keys, values, scale)
 
-    monkeypatch.setitem(attention_kernels.FLASH, "aten", mode.one("flash", flash))
+    monkeypatch.setitem(attention_kernels.FLASH, "flash", mode.one("flash", flash))
     decoding = Engine(target).start(prompt_of(9), 10, sampling)
     with target.active():
         decoding.prefill()
