@@ -208,7 +208,7 @@ def test_gpu_check_compares_every_drafter_s_texts(tmp_path: Path) -> None:
     script.main([*QUICK, "--out", str(out), "--only=texts"])
     kept = kept_in(out)
     names = {part.rpartition(", ")[2] for section, part in kept if section == "texts"}
-    assert names == {"none", *sys.modules["scripts.gpu_bits"].DRAFTERS}
+    assert names == {"none", *script.DRAFTERS}
     assert not [part for part, figures in kept.items() if figures.get("differing") or "failed" in figures]
 
 
@@ -216,7 +216,7 @@ def test_gpu_check_says_what_drafters_bring_and_what_transformers_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, out = load("gpu_check"), tmp_path / "check"
-    monkeypatch.setattr(sys.modules["scripts.gpu_rivals"], "DRAFTERS", ("prompt_lookup",))
+    monkeypatch.setattr(script, "DRAFTERS", ("prompt_lookup",))
     script.main([*QUICK, "--out", str(out), "--only=drafting,rivals"])
     kept = kept_in(out)
     names = [f"T = {temperature}, {drafter}" for temperature in (0, 1) for drafter in ("none", "auto", "prompt_lookup")]
@@ -251,7 +251,7 @@ def test_gpu_check_compares_cuts_that_are_chosen_here(tmp_path: Path, monkeypatc
     monkeypatch.setattr(check, "target", lambda shape: target)
     target.warm_up(1)
     before, files = target.runner.cuts(), sorted(tmp_path.rglob("*.json"))
-    monkeypatch.setattr(sys.modules["scripts.gpu_cuts"], "time", SimpleNamespace(perf_counter=lambda: device.now))
+    monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=lambda: device.now))
     found = dict(script.SECTIONS["cuts"](check))["toy"]()
     assert all(found["chosen, ms"][rows] < found["table's, ms"][rows] for rows in (1, 16, 64))
     assert found["warm-up, choosing, s"] > found["warm-up, chosen before, s"] > 0
@@ -283,10 +283,9 @@ def test_a_dry_run_of_gpu_check_names_every_part_and_runs_none(
 
 
 def test_gpu_check_ends_within_ten_minutes() -> None:
-    sections = load("gpu_check").SECTIONS
-    limits = sys.modules["scripts.gpu_sections"].LIMITS
-    assert limits.keys() == sections.keys()
-    assert sum(limits.values()) <= 600
+    script = load("gpu_check")
+    assert script.LIMITS.keys() == script.SECTIONS.keys()
+    assert sum(script.LIMITS.values()) <= 600
 
 
 @pytest.mark.parametrize(
