@@ -39,10 +39,9 @@ from specdec.runners.boundary_ops import Joints
 from specdec.runners.memory_pages import FilePages
 from specdec.sampling import processors
 from specdec.step import device_copies
-from specdec.step.block import Block
 from specdec.step.cache import LayerSpec
 from specdec.target import FINAL
-from tests import models
+from tests import models, seam
 from tests.models import FAMILIES, MIXTURES, prompt_of, settings_of
 
 BACKENDS = ("auto", "sdpa", "split")
@@ -289,18 +288,14 @@ def target_on(
 def run(target: TransformersTarget) -> None:
     """A chunk of the prompt, then drafts of every shape, each committed along a path that is no prefix of it."""
     with target.active():
-        cache = target.new_cache(capacity=60, rows=24)
-        for _ in range(3):
-            target.forward(Block(cache, [1] * 12, device=target.device, backend=target.backend), rows=())
-            cache.commit(range(12))
+        text = seam.text(target, capacity=60, rows=24).fill([1] * 36, 12)
         for draft in DRAFTS.values():
             rows = draft.scored_rows()
-            block = Block.of(draft, cache, target.device, target.backend)
-            output = target.forward(block, rows=rows, taps={1, 3, FINAL})
+            output = text.run(draft, rows=rows, taps={1, 3, FINAL})
             assert output.logits is not None
             assert output.logits.device == target.head_device
             assert output.logits.shape == (len(draft if rows is None else rows), target.vocab_size)
-            cache.commit([0, 2, 3] if draft is TREE else range(len(draft)))
+            text.commit([0, 2, 3] if draft is TREE else range(len(draft)))
 
 
 # Every family with every attention, and in every dtype once; what goes over between devices is asked of one attention.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specdec import Engine, SamplingParams
 from specdec.runners import attention, attention_kernels
 from specdec.step import device_copies
-from specdec.step.block import Block
+from tests import seam
 from tests.launching import Kernels, fused, launch
 from tests.models import new_model, prompt_of
 
@@ -115,8 +115,7 @@ def test_a_half_precision_step_is_nine_kernels_a_layer(monkeypatch: pytest.Monke
     assert target.batch_invariant
     counted.clear()
     with target.active():
-        cache = target.new_cache(capacity=9, rows=4)
-        target.forward(Block(cache, [1, 2], device=target.device))
+        seam.text(target, capacity=9, rows=4).run([1, 2])
     layers = {"add_norm": 65, "product": 128, "turn_and_store": 32, "step_attention": 32, "paths": 1}
     ends = {"look_up": 1, "add_norm": 1, "product": 1, "pick": 1, "walk": 1}
     assert counted == Counter(layers) + Counter(ends)
