@@ -52,6 +52,7 @@ __all__ = ["PredictedText", "Prediction", "PredictionConfig"]
 _NEAR = 64  # occurrences of a token that are searched for the nearest place that ends as the answer does
 _WHOLE = 64  # tokens that count as agreed at the answer's begin
 _FIRM = 8  # agreed tokens in a row that make the place certain; shorter runs occur in many places
+_BRANCH_TOKENS = 4  # tokens of each branch in the steps after the answer has left the prediction
 _LONG = 16  # tokens since the answer left the prediction, after which positions no longer correspond
 
 
@@ -63,17 +64,15 @@ class PredictionConfig:
         max_tokens: most tokens to propose from the prediction, all branches together.
         factor: tokens to propose for each agreed token since the answer came back to the prediction. At the answer's
             begin, and until it leaves the prediction, the number is ``max_tokens``.
-        branch_tokens: tokens of each branch in the steps after the answer has left the prediction.
         drafter: the drafter that works beside it; an engine passes its own.
     """
 
     max_tokens: int = 32
     factor: float = 4.0
-    branch_tokens: int = 4
     drafter: Any = "none"
 
     def __post_init__(self) -> None:
-        check_positive("prediction.", max_tokens=self.max_tokens, branch_tokens=self.branch_tokens)
+        check_positive("prediction.", max_tokens=self.max_tokens)
         if not 0 < self.factor < math.inf:
             raise ConfigError(f"prediction.factor is {self.factor}; it must be more than 0, and finite")
 
@@ -204,7 +203,7 @@ class PredictionSession:
             return Draft.chain([context.root, *path], hints=Hints(match_length=text.agreed))
         builder = DraftBuilder(context.root)
         for place in text.branches():
-            size = min(config.branch_tokens, most)
+            size = min(_BRANCH_TOKENS, most)
             builder.add_path(text.tokens[place : place + size], row_budget=most + 1)
         return builder.build(hints=Hints(match_length=1))
 

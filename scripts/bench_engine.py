@@ -37,7 +37,7 @@ from specdec.bench.plan import BASELINE, Plan, Spec
 from specdec.bench.records import Record
 from specdec.bench.runner import answer_prompts
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
-from specdec.bench.tables import figures_of
+from specdec.bench.tables import COLUMNS
 from specdec.cli.tune import table as cost_table
 from specdec.costs.measuring import measure as measure_cost
 from specdec.costs.plots import new_figure, tidy
@@ -99,10 +99,9 @@ def table(title: str, rows: dict[str, Row], records: Sequence[Record]) -> Table:
     texts = {(r.system, r.question_id, r.repeat): r.turns[0].token_ids for r in records}
     sheet = sheet_of(title, ("system", "new tokens", *SHOWN, "drafting", "text"))
     for name, row in rows.items():
-        figures = figures_of(row)
         drafting = f"{row.shares['draft'] / (1 - row.shares['prefill']):.0%}" if "draft" in row.shares else ""
         same = all(text == texts[BASELINE, *key[1:]] for key, text in texts.items() if key[0] == name)
-        cells = [str(row.tokens), *(figures[column] for column in SHOWN), drafting]
+        cells = [str(row.tokens), *(COLUMNS[column](row) for column in SHOWN), drafting]
         sheet.add_row(name, *cells, "same" if same else "differs")
     return sheet
 

@@ -29,7 +29,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.runners.kernels import embedding, launch, layer, pick, product, step, tree, walk
+from specdec.runners.kernels import embedding, launch, layer, pick, product, step, walk
 from specdec.step.pages import PAGE
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -38,23 +38,6 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 
 """Bytes of shared memory that a block may have, by architecture."""
 
 Variant = tuple[str, Any, dict[str, str], dict[str, Any]]  # name, kernel, types of arguments, constants
-
-
-def tree_variants(sample: bool, arch: int) -> Iterator[Variant]:
-    """Tree attention: dtypes x head widths x group sizes x (masked, indexed, continued)."""
-    shapes = [(128, 4)] if sample else [*product_of(WIDTHS, (4,)), (128, 1), (128, 7)]
-    flags = [(False, False, False), (True, False, True), (True, True, True)]
-    if not sample:
-        flags = list(product_of((False, True), repeat=3))
-    dtypes = DTYPES[::2] if sample else DTYPES
-    for dtype, (width, group), (masked, indexed, continued) in product_of(dtypes, shapes, flags):
-        types = {"query": dtype, "keys": dtype, "values": dtype, "mask": dtype, "slots": "i64",
-                 "prior": dtype, "prior_weight": "fp32", "output": dtype}  # fmt: skip
-        constants = tree.constants(group, width, width, masked=masked, indexed=indexed, continued=continued)
-        name = f"tree {dtype} width {width} group {group}" + "".join(
-            f" {flag}" for flag, on in (("masked", masked), ("indexed", indexed), ("continued", continued)) if on
-        )
-        yield name, tree._tree, types, constants
 
 
 def layer_variants(sample: bool, arch: int) -> Iterator[Variant]:
@@ -180,7 +163,7 @@ def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
 
 
 VARIANTS = (
-    tree_variants, layer_variants, step_variants, product_variants, pick_variants, embedding_variants, walk_variants,
+    layer_variants, step_variants, product_variants, pick_variants, embedding_variants, walk_variants,
 )  # fmt: skip
 
 
@@ -222,8 +205,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
             )
         if rows % 8 == 0 and narrow:
             raise SlowError(f"it does not read 16 bytes at once but {narrow}")
-    full = kernel is tree._tree and types["query"] == "fp32"  # without tensor cores its scores do not fit
-    if not full and (spilled := stack_of(found.asm["cubin"])):
+    if spilled := stack_of(found.asm["cubin"]):
         raise SlowError(f"it keeps {spilled} bytes of its numbers in memory, as registers are too few")
     return int(found.metadata.shared)
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from specdec.bench.report import markdown_table
+from specdec.bench.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- (\w+) of ([\w, ]+) -->\n).*?(<!-- end -->)", re.DOTALL)

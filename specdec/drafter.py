@@ -8,7 +8,6 @@ two methods. Exactness does not depend on a drafter: whatever a session proposes
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, final, runtime_checkable
@@ -17,7 +16,7 @@ import torch
 
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.policy import RowPolicy
-from specdec.errors import ConfigError, SpecdecWarning
+from specdec.errors import ConfigError
 from specdec.sampling.noise import Noise
 from specdec.sampling.scores import Scores
 from specdec.settings.sampling_params import SamplingParams
@@ -230,13 +229,6 @@ class DrafterBase:
     plans_rows: bool = False
     draws: bool = True
     fixed_cost_rows: int = 0
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "likeliest" in cls.__dict__:  # the old name of top_k
-            message = f"{cls.__name__}.likeliest is called top_k now; rename it"
-            warnings.warn(message, SpecdecWarning, stacklevel=2)
-            cls.top_k = cls.__dict__["likeliest"]
 
     def __init__(self, config: Any = None) -> None:
         if config is None and not hasattr(self, "Config"):

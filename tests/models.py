@@ -17,9 +17,8 @@ from drafters.medusa.heads import HeadsConfig, MedusaHeads
 from drafters.rest.datastore import build_datastore
 from drafters.shared.fingerprint import fingerprint, known_tokenizer
 from specdec.models.transformers_target import TransformersTarget
-from specdec.step.block import Block
 from specdec.target import Target
-from tests import heads
+from tests import heads, seam
 
 WINDOW = 8
 VOCAB = 32
@@ -148,14 +147,14 @@ def _target_of(family: str, dtype: torch.dtype, attention: str, execution: str) 
 
 def logits_of(target: TransformersTarget, tokens: Any, chunk: int = 64) -> torch.Tensor:
     """[T, V] of a text that is run in chunks."""
-    cache, found = target.new_cache(capacity=64, rows=64), []
+    own, found = seam.text(target, rows=64), []
     with target.active():
         for first in range(0, len(tokens), chunk):
             part = tokens[first : first + chunk]
-            output = target.forward(Block(cache, part, device=target.device)).logits
+            output = own.run(part).logits
             assert output is not None
             found.append(output.clone())
-            cache.commit(range(len(part)))
+            own.commit(range(len(part)))
     return torch.cat(found)
 
 

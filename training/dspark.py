@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 from torch import nn
 
 from drafters.heads.config import BlockConfig
@@ -31,6 +31,8 @@ from training.packing import Batch
 from training.run import run_training
 
 __all__ = ["Blocks", "Config", "DSparkTraining", "NewHead", "TrainedBlock", "anchors_of", "new_head", "run"]
+
+_ACCEPTANCE_WEIGHT = 0.5  # of the acceptance head's loss, in nats, beside the tokens' loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +62,12 @@ class Config(HeadTrainConfig):
         anchors: number of blocks trained in a window, at random places among its trained tokens.
         acceptance: what the acceptance head learns: ``choice``, whether the likeliest token is the text's, its chance
             at T=0; or ``overlap``, the sum of min(p, q), the chance that rejection accepts a drawn token.
-        acceptance_weight: weight of its loss, in nats, beside the tokens' loss.
         head: the new head, see its class; unused with ``start``, which trains an existing one.
     """
 
     out: str = "runs/dspark"
     anchors: Annotated[int, Ge(1), Le(65_536), "an integer from 1 to 65536"] = 64
     acceptance: Literal["choice", "overlap"] = "choice"
-    acceptance_weight: Annotated[float, Gt(0), Le(100), "a number in (0, 100]"] = 0.5
     head: NewHead = field(default_factory=NewHead)
 
 
@@ -164,7 +164,7 @@ class DSparkTraining(HeadTraining):
         losses = self.guess_loss(guess, wanted[chosen], batch.tokens.flatten()[batch.targets[chosen] + 1])
         with torch.no_grad():
             right = self._accepted(guess, wanted[chosen])
-        losses = losses + self.config.acceptance_weight * F.binary_cross_entropy_with_logits(
+        losses = losses + _ACCEPTANCE_WEIGHT * F.binary_cross_entropy_with_logits(
             said.acceptance[there].float(), right, reduction="none"
         )
         # The drawn blocks stand for all places, so the loss is scaled to all of them.

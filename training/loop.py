@@ -47,8 +47,6 @@ class LoopConfig:
         accumulate: forwards in an optimizer step.
         optimizer: ``adamw``; or ``muon`` for matrices, scaled to AdamW's learning rates, with AdamW for all else.
         lr: peak learning rate.
-        weight_decay: weight decay of matrices; other parameters have none.
-        beta2: AdamW's beta2.
         warmup: share of the steps in which the learning rate rises linearly.
         decay: share of the steps in which it falls linearly to zero.
         clip: bound of the gradient's norm; 0 for none.
@@ -65,8 +63,6 @@ class LoopConfig:
     accumulate: Count = 1
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: Annotated[float, Gt(0), Lt(math.inf), "a finite number > 0"] = 1e-3
-    weight_decay: Annotated[float, Ge(0), Lt(math.inf), "a finite number >= 0"] = 0.0
-    beta2: Annotated[float, Ge(0), Lt(1), "a number in [0, 1)"] = 0.99
     warmup: Share = 0.03
     decay: Share = 0.97
     clip: Annotated[float, Ge(0), "a number >= 0, where 0 is off"] = 1.0
@@ -262,14 +258,12 @@ def rate_at(step: int, steps: int, config: LoopConfig) -> float:
 def _optimizers(module: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
     learnt = [p for p in module.parameters() if p.requires_grad]
     matrices, rest = [p for p in learnt if p.ndim >= 2], [p for p in learnt if p.ndim < 2]
-    decay, betas = config.weight_decay, (0.9, config.beta2)
     made: list[torch.optim.Optimizer] = []
     if matrices and config.optimizer == "muon":
-        made.append(torch.optim.Muon(matrices, lr=config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-    elif matrices:
-        made.append(torch.optim.AdamW(matrices, lr=config.lr, betas=betas, weight_decay=decay))
-    if rest:
-        made.append(torch.optim.AdamW(rest, lr=config.lr, betas=betas, weight_decay=0.0))
+        made.append(torch.optim.Muon(matrices, lr=config.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+        learnt = rest
+    if learnt:
+        made.append(torch.optim.AdamW(learnt, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0))
     return made
 
 

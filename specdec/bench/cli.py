@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["audit", "bench", "compare"]
 
+# Columns that fit in 80 characters.
+SHOWN = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers")
+SHOWN_OF_BATCHES = ("tokens/s", "x plain", "first token ms, p95", "between ms, p95", "host us")
+
 
 @with_options(Plan, file="configs/bench/tiny.yaml", setting="lookahead.window=5")
 def bench(
@@ -58,15 +62,16 @@ def bench(
     run, verdicts = _run(plan, folder, command)
     from specdec.bench.metrics import measure
     from specdec.bench.report import write_report
-    from specdec.bench.tables import batch_table, metrics_table, print_verdicts
+    from specdec.bench.tables import print_verdicts, system_table, terminal_table
 
     _print_failures(run)
     metrics = measure(run.records(), list(run.manifest()["systems"]))
     report = write_report(run, verdicts, metrics)
     console = Console()
-    console.print(metrics_table(metrics.one_by_one(), verdicts))
+    texts = {label: verdict.brief for label, verdict in verdicts.systems.items()}
+    console.print(terminal_table(system_table(metrics.one_by_one(), SHOWN, texts=texts)))
     if len(plan.sizes) > 1:
-        console.print(batch_table(metrics, verdicts))
+        console.print(terminal_table(system_table(metrics, SHOWN_OF_BATCHES, texts=texts)))
     print_verdicts(verdicts, console, only_different=True)
     typer.echo(f"report: {report}")
     if not verdicts.passed:
@@ -109,11 +114,11 @@ def compare(
     """Show two runs side by side, with what moved beyond noise."""
     from specdec.bench.compare import compare_runs
     from specdec.bench.records import RunFolder
-    from specdec.bench.tables import comparison_table
+    from specdec.bench.tables import terminal_table
 
     comparison = compare_runs(RunFolder(a), RunFolder(b))
     console = Console()
-    console.print(comparison_table(comparison, everything))
+    console.print(terminal_table(comparison.cells(everything)))
     for note in comparison.notes:
         console.print(f"differs: {escape(note)}", soft_wrap=True)
     moved = sum(change.moved for change in comparison.changes)

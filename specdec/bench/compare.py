@@ -44,6 +44,17 @@ class Comparison:
     changes: list[Change]
     notes: list[str]
 
+    def cells(self, everything: bool) -> list[list[str]]:
+        """A table of the overall figures of both runs, and of categories that moved; or of all with ``everything``."""
+        table = [["system", "questions", "figure", "A", "B", "B / A (99 %)", "moved"]]
+        for change in self.changes:
+            if everything or change.group == OVERALL or change.moved:
+                sides = (f"{value:.2f}" if value < 100 else f"{value:.0f}" for value in (change.before, change.after))
+                ratio, moved = change.ratio, ("up" if change.ratio.value > 1 else "down") if change.moved else ""
+                span = f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
+                table.append([change.system, change.group, change.figure, *sides, span, moved])
+        return table
+
 
 def compare_runs(a: RunFolder, b: RunFolder) -> Comparison:
     """Compare the systems that both runs have, on the questions that both answered.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.bench.metrics import DEPTH, OVERALL, Metrics, Row
+from specdec.bench.metrics import OVERALL, Metrics, Row
 from specdec.bench.plan import BASELINE, at_once
 from specdec.costs.plots import new_figure, scale_to_rows, tidy
 
@@ -30,13 +30,6 @@ _COLOURS = (
 )
 _MARKERS = "osD^vPX*<>"
 _PLAIN = "#777777"
-_PHASES = {
-    "prefill": "#BBBBBB",
-    "draft": "#E69F00",
-    "target": "#0072B2",
-    "verify": "#009E73",
-    "host": "#CC79A7",
-}
 
 
 def draw_figures(metrics: Metrics, manifest: Mapping[str, Any], caption: str) -> dict[str, Figure]:
@@ -48,9 +41,6 @@ def draw_figures(metrics: Metrics, manifest: Mapping[str, Any], caption: str) ->
     drawn = {
         "batch": _batch(batches, styles),
         "speedup": _speedup(metrics, styles),
-        "ctar": _ctar(overall, styles),
-        "acceptance": _histogram(overall, styles),
-        "time": _shares(overall),
         "cost": _cost(overall, styles, manifest.get("cost") or {}),
     }
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
@@ -135,62 +125,6 @@ def _batch(rows: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | Non
     axes.axhline(1, color=_PLAIN, lw=1, zorder=0)
     scale_to_rows(axes, sizes)
     tidy(axes, "Speedup over batch size", "questions at once", "tokens/s, plain decoding one by one = 1")
-    figure.legend(loc="outside right center", fontsize=8, frameon=False)
-    return figure
-
-
-def _ctar(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | None:
-    rows = {system: row for system, row in overall.items() if row.ctar and row.ctar[0] > 0}
-    if not rows:
-        return None
-    figure, axes = _one_panel(4.2)
-    depth = range(1, DEPTH + 1)
-    for system, row in rows.items():
-        # A curve ends with its first zero: a row of zeros at the bottom would overlap with others.
-        shown = row.ctar[: row.ctar.index(0.0) + 1] if 0.0 in row.ctar else row.ctar
-        curve = [100 * share for share in shown]
-        axes.plot(depth[: len(curve)], curve, lw=1.6, ms=5, label=system, clip_on=False, **styles[system])
-    axes.set_ylim(bottom=0)
-    axes.set_xticks(depth)
-    axes.grid(color="#E5E5E5", lw=0.7)
-    tidy(axes, "How far steps reach: CTAR(w)", "w, draft tokens", "% of steps that accept at least w")
-    figure.legend(loc="outside right center", fontsize=8, frameon=False)
-    return figure
-
-
-def _histogram(overall: Mapping[str, Row], styles: Mapping[str, Style]) -> Figure | None:
-    rows = {system: row for system, row in overall.items() if len(row.histogram) > 1}
-    if not rows:
-        return None
-    title = "Tokens that a step emits, the bonus token counted"
-    figure, panels = _panels(list(rows), title, "tokens of a step", "% of steps", (2.3, 1.7))
-    longest = DEPTH + 1
-    for axes, (system, row) in zip(panels, rows.items(), strict=True):
-        shares = [0.0] * longest
-        for length, count in row.histogram.items():
-            shares[min(length, longest) - 1] += 100 * count / row.steps
-        axes.bar(range(1, longest + 1), shares, color=styles[system]["color"])
-        axes.set_xticks(range(1, longest + 1), [*map(str, range(1, longest)), f"{longest}+"])
-    return figure
-
-
-def _shares(overall: Mapping[str, Row]) -> Figure | None:
-    rows = {system: row for system, row in overall.items() if "target" in row.shares}
-    if not rows:
-        return None
-    figure, axes = _one_panel(0.32 * len(rows) + 1.2)
-    left = [0.0] * len(rows)
-    for phase, colour in _PHASES.items():
-        widths = [100 * row.shares.get(phase, 0.0) for row in rows.values()]
-        bars = axes.barh(range(len(rows)), widths, left=left, color=colour, label=phase, height=0.7)
-        shown = [f"{width:.0f}" if width >= 4 else "" for width in widths]
-        ink = "w" if phase in ("target", "verify") else "k"
-        axes.bar_label(bars, shown, label_type="center", fontsize=7, color=ink)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    tidy(axes, "Where the time goes", "% of the wall clock")
     figure.legend(loc="outside right center", fontsize=8, frameon=False)
     return figure
 

@@ -125,7 +125,8 @@ def ratio_interval(
     if not above.size or not below.sum(1).all():
         return None
     draw = np.random.default_rng(0).integers(0, above.shape[1], (_SAMPLES, above.shape[1]))
-    top, bottom = (values[:, draw].sum(2).prod(0) for values in (above, below))  # [samples]
+    # In order of their size, so that a run beside itself is 1 and not 1 up to rounding.
+    top, bottom = (np.sort(values[:, draw].sum(2), 0).prod(0) for values in (above, below))  # [samples]
     low, high = np.percentile(top[bottom > 0] / bottom[bottom > 0], [50 - level / 2, 50 + level / 2])
     return Interval(float(above.sum(1).prod() / below.sum(1).prod()), float(low), float(high))
 

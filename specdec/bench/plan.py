@@ -42,7 +42,7 @@ class Plan(EngineOptions):
     systems: list[Spec] = option(
         lambda: ["transformers", "transformers_lookup"],
         "Rivals: transformers, transformers_lookup, transformers_early_exit, transformers_assisted, llama_cpp, "
-        "xllamacpp, or installed ones; '' for none.",
+        "or installed ones; '' for none.",
         metavar="A,B,C",
         commas=True,
     )

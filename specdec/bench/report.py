@@ -1,4 +1,4 @@
-"""Report: one self-contained HTML file, PNGs, a Markdown table, and answer files in Spec-Bench's format."""
+"""Report: one self-contained page, its figures as PNGs, Markdown tables, and answer files in Spec-Bench's format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,15 +14,15 @@ from typing import Any
 from specdec.bench.audit import Audit
 from specdec.bench.environment import caption
 from specdec.bench.figures import draw_figures
-from specdec.bench.metrics import DEPTH, OVERALL, Metrics
+from specdec.bench.metrics import Metrics
 from specdec.bench.plan import BASELINE, at_once
 from specdec.bench.records import Record, RunFolder
-from specdec.bench.tables import batch_figures, figures_of
+from specdec.bench.tables import BATCH, Cells, markdown_table, positions, system_table, tables_of
 from specdec.costs.plots import require_bench_extra
 from specdec.engine.questions import QuestionId, group_of
 from specdec.settings.files import replacing, write_json, write_text
 
-__all__ = ["answer_of", "caption_of", "markdown", "markdown_table", "write_answers", "write_report"]
+__all__ = ["answer_of", "caption_of", "markdown", "write_answers", "write_report"]
 
 _SHADES = 4  # shades of a trace's steps
 
@@ -37,7 +36,10 @@ _FIRST = (
     "x transformers (95 %)",
     "repeats",
 )
-_MORE = ("answers", "decoding tokens/s", "prefill tokens/s", "Spec-Bench's own count", "peak MiB")
+_MORE = (
+    *("answers", "decoding tokens/s", "prefill tokens/s", "Spec-Bench's own count", "peak MiB"),
+    *("prefill", "draft", "target", "verify", "host"),
+)
 
 _FIGURES = {
     "batch": (
@@ -47,12 +49,6 @@ _FIGURES = {
     "speedup": (
         "Speed against plain decoding",
         "Wall clock, prefill included, of the same tokens on the same stack. Bars: 95 % bootstrap over questions.",
-    ),
-    "ctar": ("Compression tail", "Share of steps that accept at least w draft tokens."),
-    "acceptance": ("Acceptance lengths", "Tokens that a step emits, the bonus token counted; all questions."),
-    "time": (
-        "Time shares",
-        "Host is all that is neither prefill, drafting, the target's forward nor verification.",
     ),
     "cost": (
         "What a step costs and what it brings",
@@ -95,29 +91,6 @@ def caption_of(manifest: Mapping[str, Any]) -> str:
     )
 
 
-def tables_of(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> dict[str, list[list[str]]]:
-    """The tables of a run as cells, with titles first: ``systems`` over all questions; ``batch``, where several were
-    answered at once; and ``kinds``, decoding speed relative to plain decoding by kind of question."""
-    shown = ("tokens/step", "rows/step", "tokens/s", "prefill tokens/s", "x plain (95 %)", "x transformers", "repeats")
-    names = {name: f"`{name}`" + (" (lossy)" if manifest["systems"][name]["lossy"] else "") for name in metrics.rows}
-    alone = metrics.one_by_one().rows
-    tables = {"systems": [["system", *shown, "text"]]}
-    for system, groups in alone.items():
-        figures = figures_of(groups[OVERALL])
-        tables["systems"].append([names[system], *(figures[column] for column in shown), str(audit.systems[system])])
-    titles, rows = _batches(metrics, audit)
-    if rows:
-        tables["batch"] = [titles, *([names[system], *cells] for system, *cells in rows)]
-    if len(metrics.groups) > 1:
-        tables["kinds"] = [["decoding x plain", *metrics.groups, "mean of the kinds"]]
-        for system, groups in alone.items():
-            speeds = [row.decode_speedup.value for name in metrics.groups if (row := groups[name]).decode_speedup]
-            cells = [figures_of(groups[name])["decoding x plain"] for name in metrics.groups]
-            mean = f"{statistics.mean(speeds):.2f}" if len(speeds) == len(metrics.groups) else ""
-            tables["kinds"].append([names[system], *cells, mean])
-    return tables
-
-
 def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str:
     """The Markdown tables over all questions and by kind, and how they were made."""
     lines = list[str]()
@@ -127,21 +100,6 @@ def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str
             lines += [f"{one}: left out, as {why}." for one, why in manifest["left_out"].items() if "@" in one] + [""]
     command = manifest["runs"][0]["command"]
     return "\n".join([*lines, caption_of(manifest) + (f" | `{command}`" if command else ""), ""])
-
-
-def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, titles first; names and texts are aligned left, figures right."""
-    rules = ["---" if title in ("system", "drafter", "decoding x plain", "text") else "--:" for title in cells[0]]
-    return [f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:])]
-
-
-def _batches(metrics: Metrics, audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table of throughput and latency; no rows where no system answered several at once."""
-    if len(metrics.rows) == len(metrics.one_by_one().rows):
-        return [], []
-    rows = {system: batch_figures(groups[OVERALL]) for system, groups in metrics.rows.items()}
-    titles = ["system", *next(iter(rows.values())), "text"]
-    return titles, [[system, *row.values(), str(audit.systems[system])] for system, row in rows.items()]
 
 
 def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> dict[str, bytes]:
@@ -179,19 +137,19 @@ def _page(
         if name in images
     ]
     errors = [record for record in records if record.error is not None]
-    batch_titles, batch_rows = _batches(metrics, audit)
-    alone = metrics.one_by_one()
+    alone, texts = metrics.one_by_one(), {system: verdict.brief for system, verdict in audit.systems.items()}
     return environment.get_template("report.html.j2").render(
         caption=caption_of(manifest),
         command=manifest["runs"][0]["command"],
         manifest=json.dumps(manifest, indent=2),
         left_out=manifest["left_out"],
-        first=_table(alone, manifest, OVERALL, _FIRST),
-        more=_table(alone, manifest, OVERALL, _MORE),
-        tables=[_table(alone, manifest, group, _FIRST) for group in metrics.groups],
-        batch_titles=batch_titles,
-        batch_rows=batch_rows,
-        positions=_positions(alone),
+        lossy=[system for system, about in manifest["systems"].items() if about["lossy"]],
+        baseline=BASELINE,
+        first=_filled(system_table(alone, _FIRST)),
+        more=_filled(system_table(alone, _MORE)),
+        tables={group: _filled(system_table(alone, _FIRST, group)) for group in metrics.groups},
+        batch=system_table(metrics, BATCH, texts=texts) if len(metrics.rows) > len(alone.rows) else [],
+        positions=positions(alone),
         verdicts=[(system, str(verdict), bool(verdict.bugs)) for system, verdict in audit.systems.items()],
         divergences=[str(divergence) for verdict in audit.systems.values() for divergence in verdict.divergences][:50],
         passed=audit.passed,
@@ -203,33 +161,10 @@ def _page(
     )
 
 
-def _table(metrics: Metrics, manifest: Mapping[str, Any], group: str, columns: Sequence[str]) -> dict[str, Any]:
-    """A table of the page: the columns that have values, and a row per system."""
-    figures = {system: figures_of(groups[group]) for system, groups in metrics.rows.items()}
-    shown = [name for name in columns if any(row[name] for row in figures.values())]
-    rows = [
-        {
-            "system": system,
-            "lossy": manifest["systems"][system]["lossy"],
-            "plain": system == BASELINE,
-            "cells": [row[name] for name in shown],
-        }
-        for system, row in figures.items()
-    ]
-    return {"group": group, "titles": ["system", *shown], "rows": rows}
-
-
-def _positions(metrics: Metrics) -> dict[str, Any]:
-    """CTAR and acceptance by position, overall."""
-
-    def shown(shares: Sequence[float | None]) -> list[str]:
-        return ["" if share is None else f"{share:.0%}" for share in shares]
-
-    rows = {system: groups[OVERALL] for system, groups in metrics.rows.items() if groups[OVERALL].ctar}
-    return {
-        "depth": list(range(1, DEPTH + 1)),
-        "rows": [(system, shown(row.ctar), shown(row.acceptance)) for system, row in rows.items()],
-    }
+def _filled(cells: Cells) -> Cells:
+    """A table without the columns in which no system has a figure."""
+    kept = [place for place in range(len(cells[0])) if any(row[place] for row in cells[1:])]
+    return [[row[place] for place in kept] for row in cells]
 
 
 def traces(records: Sequence[Record], systems: Sequence[str]) -> dict[str, list[dict[str, Any]]]:

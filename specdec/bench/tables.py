@@ -1,53 +1,41 @@
-"""Tables and lines of the bench commands."""
+"""Tables of a run as cells, titles first, and how they are written: in Markdown and on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from specdec.bench.audit import Audit, Verdict
-from specdec.bench.compare import Comparison
-from specdec.bench.metrics import OVERALL, Interval, Metrics, Row
+from specdec.bench.audit import BUG, Audit
+from specdec.bench.metrics import DEPTH, OVERALL, Interval, Metrics, Row
 
-__all__ = ["batch_figures", "batch_table", "comparison_table", "figures_of", "metrics_table", "print_verdicts"]
+__all__ = [
+    "BATCH",
+    "COLUMNS",
+    "Cells",
+    "markdown_table",
+    "positions",
+    "print_verdicts",
+    "system_table",
+    "tables_of",
+    "terminal_table",
+]
 
+Cells = list[list[str]]
 
-def figures_of(row: Row) -> dict[str, str]:
-    """A row's figures as text, by the title of their column; empty where there is no figure."""
-    spec = row.spec_bench
-    return {
-        "answers": f"{row.answered}" + (f" ({row.failed} failed)" if row.failed else ""),
-        "tokens/step": _number(row.tokens_per_step),
-        "rows/step": _number(row.rows_per_step, 1),
-        "tokens/s": _number(row.tokens_per_second, 0),
-        "decoding tokens/s": _number(row.decode_tokens_per_second, 0),
-        "prefill tokens/s": _number(row.prefill_tokens_per_second, 0),
-        "x plain (95 %)": _span(row.speedup),
-        "decoding x plain": _number(row.decode_speedup),
-        "x transformers (95 %)": _span(row.speedup_rival),
-        "Spec-Bench's own count": _number(spec.get("speedup")),
-        "repeats": "" if row.repeats is None else f"{row.repeats:.0%}",
-        "peak MiB": "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.0f}",
-        "x transformers": _number(row.speedup_rival),
-    }
-
-
-def batch_figures(row: Row) -> dict[str, str]:
-    """A row's throughput and latency as text, by the title of their column; empty where there is no figure."""
-    figures = figures_of(row)
-    return {
-        **{name: figures[name] for name in ("tokens/s", "x plain (95 %)", "x transformers", "tokens/step")},
-        "first token ms, p95": _milliseconds(row.first_seconds),
-        "between ms, p95": _milliseconds(row.between_seconds),
-        "host us": "" if row.host_seconds is None else f"{1e6 * row.host_seconds:.0f}",
-    }
-
-
-def _milliseconds(seconds: Sequence[float]) -> str:
-    return ", ".join(f"{1e3 * one:.3g}" if one < 0.1 else f"{1e3 * one:.0f}" for one in seconds)
+_SYSTEMS = ("tokens/step", "rows/step", "tokens/s", "prefill tokens/s", "x plain (95 %)", "x transformers", "repeats")
+BATCH = (
+    "tokens/s", "x plain (95 %)", "x transformers", "tokens/step", "first token ms, p95", "between ms, p95", "host us",
+)  # fmt: skip
+"""The columns of throughput and latency, of systems that answer several questions at once."""
+_LEFT = ("system", "questions", "figure", "drafter", "decoding x plain", "text", "moved")
+_STYLES = {BUG: "bold red", "up": "green", "down": "red"}  # of a row's last cell on a terminal
 
 
 def _number(value: Interval | float | None, digits: int = 2) -> str:
@@ -60,40 +48,96 @@ def _span(value: Interval | None) -> str:
     return "" if value is None else f"{value.value:.2f} ({value.low:.2f}-{value.high:.2f})"
 
 
-def metrics_table(metrics: Metrics, audit: Audit) -> Table:
-    """A row per system over all questions; it fits in 80 columns."""
-    shown = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers")
-    table = _table(("tokens\n/step", "rows\n/step", "tokens\n/s", "x plain\n(95 %)", "x trans-\nformers"))
-    for system, groups in metrics.rows.items():
-        figures = figures_of(groups[OVERALL])
-        table.add_row(escape(system), *(figures[name] for name in shown), _brief(audit.systems[system]))
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return ", ".join(f"{1e3 * one:.3g}" if one < 0.1 else f"{1e3 * one:.0f}" for one in seconds)
+
+
+COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "answers": lambda row: f"{row.answered}" + (f" ({row.failed} failed)" if row.failed else ""),
+    "tokens/step": lambda row: _number(row.tokens_per_step),
+    "rows/step": lambda row: _number(row.rows_per_step, 1),
+    "tokens/s": lambda row: _number(row.tokens_per_second, 0),
+    "decoding tokens/s": lambda row: _number(row.decode_tokens_per_second, 0),
+    "prefill tokens/s": lambda row: _number(row.prefill_tokens_per_second, 0),
+    "x plain": lambda row: _number(row.speedup),
+    "x plain (95 %)": lambda row: _span(row.speedup),
+    "decoding x plain": lambda row: _number(row.decode_speedup),
+    "x transformers": lambda row: _number(row.speedup_rival),
+    "x transformers (95 %)": lambda row: _span(row.speedup_rival),
+    "Spec-Bench's own count": lambda row: _number(row.spec_bench.get("speedup")),
+    "repeats": lambda row: _percent(row.repeats),
+    "peak MiB": lambda row: "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.0f}",
+    "first token ms, p95": lambda row: _milliseconds(row.first_seconds),
+    "between ms, p95": lambda row: _milliseconds(row.between_seconds),
+    "host us": lambda row: "" if row.host_seconds is None else f"{1e6 * row.host_seconds:.0f}",
+    **{
+        phase: lambda row, phase=phase: _percent(row.shares.get(phase))  # type: ignore[misc]
+        for phase in ("prefill", "draft", "target", "verify", "host")
+    },
+}
+"""Title of a column -> its text for a system; empty where there is no figure."""
+
+
+def system_table(
+    metrics: Metrics, columns: Sequence[str], group: str = OVERALL, *, texts: Mapping[str, object] | None = None
+) -> Cells:
+    """A row per system; ``texts``: what the audit says of each system's texts, as a last column."""
+    last = [] if texts is None else ["text"]
+    rows = [
+        [system, *(COLUMNS[name](groups[group]) for name in columns), *(str((texts or {})[system]) for _ in last)]
+        for system, groups in metrics.rows.items()
+    ]
+    return [["system", *columns, *last], *rows]
+
+
+def tables_of(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> dict[str, Cells]:
+    """The tables of a run: ``systems`` over all questions; ``batch``, where several were answered at once; and
+    ``kinds``, decoding speed relative to plain decoding by kind of question."""
+    alone = metrics.one_by_one()
+    tables = {"systems": system_table(alone, _SYSTEMS, texts=audit.systems)}
+    if len(metrics.rows) > len(alone.rows):
+        tables["batch"] = system_table(metrics, BATCH, texts=audit.systems)
+    if len(metrics.groups) > 1:
+        tables["kinds"] = [["decoding x plain", *metrics.groups, "mean of the kinds"]]
+        for system, groups in alone.rows.items():
+            speeds = [row.decode_speedup.value for name in metrics.groups if (row := groups[name]).decode_speedup]
+            cells = [COLUMNS["decoding x plain"](groups[name]) for name in metrics.groups]
+            mean = f"{statistics.mean(speeds):.2f}" if len(speeds) == len(metrics.groups) else ""
+            tables["kinds"].append([system, *cells, mean])
+    for table in tables.values():
+        for cells in table[1:]:
+            cells[0] = f"`{cells[0]}`" + (" (lossy)" if manifest["systems"][cells[0]]["lossy"] else "")
+    return tables
+
+
+def positions(metrics: Metrics) -> list[Cells]:
+    """CTAR, and acceptance by position, over all questions."""
+    rows = {system: groups[OVERALL] for system, groups in metrics.rows.items() if groups[OVERALL].ctar}
+    depths = [str(depth) for depth in range(1, DEPTH + 1)]
+    reach = [["CTAR(w)", *depths], *([system, *map(_percent, row.ctar)] for system, row in rows.items())]
+    accepted = [["accepted at position, if reached", *depths]]
+    return [reach, accepted + [[system, *map(_percent, row.acceptance)] for system, row in rows.items()]]
+
+
+def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; names and texts are aligned left, figures right."""
+    rules = ["---" if title in _LEFT else "--:" for title in cells[0]]
+    return [f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:])]
+
+
+def terminal_table(cells: Cells) -> Table:
+    """A table for a terminal of 80 columns."""
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in cells[0]:
+        two_lines = re.sub(r"(?<=\S)(?=/\S)| (?=\(|ms)|(?<=trans)(?=formers)", "\n", title)
+        table.add_column(escape(two_lines), justify="left" if title in _LEFT else "right", no_wrap=True)
+    for row in cells[1:]:
+        table.add_row(*map(Text, row[:-1]), Text(row[-1], style=_STYLES.get(row[-1], "")))
     return table
-
-
-def batch_table(metrics: Metrics, audit: Audit) -> Table:
-    """Throughput and latency over all questions, a row per system and batch size; it fits in 80 columns."""
-    times = ("first token ms, p95", "between ms, p95", "host us")
-    table = _table(("tokens\n/s", "x plain", "first token\nms, p95", "between\nms, p95", "host\nus"))
-    for system, groups in metrics.rows.items():
-        row = groups[OVERALL]
-        figures, verdict = batch_figures(row), _brief(audit.systems[system])
-        speeds = (figures["tokens/s"], _number(row.speedup))
-        table.add_row(escape(system), *speeds, *(figures[name] for name in times), verdict)
-    return table
-
-
-def _table(titles: Sequence[str]) -> Table:
-    """An empty table for figures by system, with a column for the audit's outcome."""
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("system", no_wrap=True)
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("text", no_wrap=True)
-    return table
-
-
-def _brief(verdict: Verdict) -> str:
-    return f"[bold red]{verdict.brief}[/]" if verdict.bugs else verdict.brief
 
 
 def print_verdicts(audit: Audit, console: Console, *, only_different: bool = False) -> None:
@@ -105,27 +149,3 @@ def print_verdicts(audit: Audit, console: Console, *, only_different: bool = Fal
         console.print(f"[bold]{escape(system)}[/]: [{style}]{escape(str(verdict))}[/]", soft_wrap=True)
         for divergence in sorted(verdict.divergences, key=lambda d: d.verdict)[:10]:  # BUG sorts before rounding
             console.print(f"  {escape(str(divergence))}", soft_wrap=True, highlight=False)
-
-
-def comparison_table(comparison: Comparison, everything: bool) -> Table:
-    """The overall figures of both runs, and those of categories that changed; or all with ``everything``."""
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in ("system", "questions", "figure"):
-        table.add_column(title, no_wrap=True)
-    for title in ("A", "B", "B / A (99 %)"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("moved")
-    for change in comparison.changes:
-        if not everything and change.group != OVERALL and not change.moved:
-            continue
-        ratio = change.ratio
-        moved = "" if not change.moved else "[green]up[/]" if ratio.value > 1 else "[red]down[/]"
-        table.add_row(
-            escape(change.system),
-            escape(change.group),
-            change.figure,
-            *(f"{value:.2f}" if value < 100 else f"{value:.0f}" for value in (change.before, change.after)),
-            f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})",
-            moved,
-        )
-    return table

@@ -302,8 +302,7 @@ def demo(
 
     On a terminal, the tokens of one step share a colour; tokens without one came singly, from a plain step.
     """
-    from specdec.cli.demo import Race, model_at_hand, question_for
-    from specdec.cli.side_by_side import Panes
+    from specdec.cli.race import Panes, Race, model_at_hand, question_for
     from specdec.drafting.registry import parse_drafter
     from specdec.engine.load import load
     from specdec.engine.questions import build_prompt
@@ -329,13 +328,13 @@ def demo(
         prompt = build_prompt(question, answers, "auto", engine.tokenizer)
         painter.write(f"{'' if small else '> '}{turn}\n\n", "dim")
         if console.is_terminal:
-            with Panes(console, list(race.engines)) as panes:
-                answers.append(race.turn(prompt, lambda name, chunk: panes(name, chunk, race.speed(name))))
+            with Panes(console, [lane.name for lane in race.lanes]) as panes:
+                answers.append(race.turn(prompt, panes))
         else:
             answers.append(race.turn(prompt))
-            for name, result in race.results.items():
-                painter.write(f"--- {name} ---\n{result.generations[-1].text}\n\n")
+            for lane in race.lanes:
+                painter.write(f"--- {lane.name} ---\n{lane.generations[-1].text}\n\n")
     for _ in range(2 if small else 0):  # its answers are so short that one measurement says little
         race.turn(build_prompt(question, [], "auto", engine.tokenizer))
     note = f"{chosen}, temperature {sampling.temperature:g}; tokens/s of decoding alone, steps taken in turn"
-    console.print(output_module.race_table(list(race.results.values()), note))
+    console.print(race.table(note))

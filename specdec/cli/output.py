@@ -11,14 +11,11 @@ from dataclasses import MISSING, asdict, fields
 from itertools import cycle
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from specdec.cli.demo import Result
     from specdec.results import Chunk, Generation, Statistics
 
 __all__ = [
@@ -29,7 +26,6 @@ __all__ = [
     "drafter_list",
     "print_error",
     "print_line",
-    "race_table",
     "statistics",
     "to_json",
 ]
@@ -191,26 +187,3 @@ def print_error(error: Exception) -> None:
 def print_line(kind: tuple[str, str], message: str) -> None:
     """A word with its style, and a message in one line, on standard error."""
     Console(stderr=True).print(Text.assemble(kind, " ", " ".join(message.split())), soft_wrap=True)
-
-
-def race_table(results: Sequence[Result], note: str) -> Table:
-    """The end of the demo; the other results are compared with the first."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, caption=note, caption_justify="left")
-    table.add_column("\ndrafter", no_wrap=True)
-    for title in ("new\ntokens", "target\nsteps", "tokens\nper step", "\ntokens/s", "\nspeedup"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("\ntext", no_wrap=True)
-    plain = results[0]
-    for result in results:
-        differs = result.first_difference(plain)
-        same = "[green]identical[/]" if differs is None else f"[red]differs at token {differs}[/]"
-        table.add_row(
-            escape(result.drafter),
-            str(result.tokens),
-            str(result.steps),
-            f"{result.tokens / max(result.steps, 1):.2f}",
-            f"{result.tokens_per_second:.0f}",
-            f"{result.tokens_per_second / plain.tokens_per_second:.2f}x",
-            "reference" if result is plain else same,
-        )
-    return table

@@ -18,14 +18,13 @@ Every choice depends on finished steps only, never on the draws of the step it i
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
 from specdec.costs.curve import CostCurve
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.prices import Prices
-from specdec.errors import ConfigError, SpecdecWarning, shown
+from specdec.errors import ConfigError, shown
 from specdec.step.tree import Draft
 
 __all__ = ["AcceptancePolicy", "Patience", "RowPolicy", "check_policy"]
@@ -116,15 +115,11 @@ class AcceptancePolicy:
 
 
 def check_policy(choice: str) -> str:
-    """The policy that ``choice`` names; ``cost`` is an old name of ``acceptance``, and warns.
+    """The policy that ``choice`` names.
 
     Raises:
         ConfigError: ``choice`` is neither acceptance nor off nor an existing file.
     """
-    if choice == "cost":
-        message = "policy='cost' is 'acceptance' now, whose costs follow what forwards take; give that"
-        warnings.warn(message, SpecdecWarning, stacklevel=3)
-        return "acceptance"
     if choice not in ("acceptance", "off") and not os.path.isfile(choice):
         raise ConfigError(
             f"policy={shown(choice)} is unknown; choose acceptance, off, or a cost file made by "

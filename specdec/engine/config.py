@@ -56,7 +56,7 @@ class ModelOptions(WeightsOptions):
 
     device: str | None = _model_option(None, "Such as cpu or cuda:0.")
     device_map: str | dict[str, Any] | None = option(None, "Such as auto: split the model over devices.", panel="Model")
-    attention: str = _model_option("auto", "auto, sdpa or split; on a GPU aten or flash.")
+    attention: str = _model_option("auto", "auto, sdpa or split; on a GPU flash, flash-attn's kernel.")
     execution: str = _model_option("auto", "Which code runs the layers: auto, transformers, fused or native.")
     activations: str = _model_option(
         "default", "int8: round the rows that a GGUF file's quantised weights are multiplied with to 8 bits."
@@ -97,7 +97,7 @@ class EngineOptions(ModelOptions):
         from specdec.costs.policy import check_policy
 
         ModelOptions.__post_init__(self)
-        object.__setattr__(self, "policy", check_policy(self.policy))
+        check_policy(self.policy)
         check_choice("parallel", self.parallel, PARALLEL)
 
 

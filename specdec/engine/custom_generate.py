@@ -71,7 +71,7 @@ def custom_generate(
         stop: stop strings; need ``tokenizer``.
         streamer: gets each step's tokens; give it with ``functools.partial``. For one sequence.
         target: ``TransformersTarget(model)``, to check the model once and not with every call.
-        policy: ``acceptance``, ``cost``, ``off`` or a cost file, as Engine's.
+        policy: ``acceptance``, ``off`` or a cost file, as Engine's.
 
     Logits processors and stopping criteria are called with one sequence at a time, its padding included. For one
     sequence they are called once per token, in order. Under ``reject`` and ``typical`` they are also called for tokens

@@ -529,7 +529,7 @@ class TransformersTarget:
         if self.batch_invariant:
             return "by Triton, cut at fixed positions of the text"
         softcap = getattr(self.config, "attn_logit_softcapping", None)
-        return describe_backend(self.backend, self.specs, int(self.config.num_attention_heads), softcap)
+        return describe_backend(self.backend, self.specs, softcap)
 
     def _read_joints(self, embedding: Any, norm: Any, head: Any, tokens: Sequence[int]) -> Joints:
         """The operations of the model between its parts, recorded while it runs with its own attention."""

@@ -7,14 +7,13 @@
     one. Each part returns the log-sum-exp of its scores, by which the parts are merged. With l the log-sum-exp and o
     the output, ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``, which is exact for any split. It uses torch's flash kernel
     on CPUs and plain products elsewhere.
-``aten``, ``flash``
-    The same split on a CUDA device in half precision: the prefix by torch's flash kernel, or by that of flash-attn 2.8
-    and up, both of which split their work over the keys; the tail by a Triton kernel that continues from the prefix's
-    result. A chain or a chunk of the prompt is one causal call. Unsupported cases (full precision, soft caps, odd
-    widths) are computed as by ``split``.
+``flash``
+    The same split on a CUDA device in half precision, with the prefix by the kernel of flash-attn 2.8 and up, which
+    splits its work over the keys. A chain or a chunk of the prompt is one causal call. Unsupported cases (full
+    precision, soft caps, odd widths) are computed as by ``split``.
 ``auto``
-    On a CUDA device ``aten`` if it supports every layer, else ``split``. On a CPU ``split`` for prefill chunks and wide
-    trees over long contexts, else ``sdpa``, which is one kernel instead of two.
+    On a CUDA device as ``flash``, with torch's own flash kernel. On a CPU ``split`` for prefill chunks and wide trees
+    over long contexts, else ``sdpa``, which is one kernel instead of two.
 
 Torch is never left to choose among its CUDA kernels: on some devices it prefers cuDNN's, which plans for every length.
 Keys and values are never repeated for grouped-query attention: the kernels take fewer key heads than query heads, or
@@ -23,9 +22,7 @@ the group is folded into the query rows.
 
 from __future__ import annotations
 
-import importlib.metadata
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -34,15 +31,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
+from specdec.errors import ConfigError, TargetError
 from specdec.runners.attention_kernels import (
     FLASH,
     PartialAttention,
-    aten_flash,
     cpu_flash,
     flash_attn,
     merge,
     plain_attention,
+    torch_flash,
 )
 from specdec.step.block import Block, Rows
 from specdec.step.cache import LayerSpec
@@ -62,7 +59,7 @@ __all__ = [
 
 ATTENTION = "specdec"
 """The name of ``layer_attention`` among transformers' attention functions."""
-BACKENDS = ("auto", "sdpa", "split", "aten", "flash")
+BACKENDS = ("auto", "sdpa", "split", "flash")
 _TORCH_S = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # all but cuDNN's
 
 # On a CPU one masked call beats two plain ones until the mask is this large (measured: 16 rows, 3,000 keys).
@@ -82,10 +79,9 @@ def check_backend(name: str) -> str:
 
 def check_runs(name: str, specs: Sequence[LayerSpec]) -> None:
     """Raises ConfigError where a backend that was named computes nothing of a model whose layers cache this."""
-    if name not in ("aten", "flash"):
+    if name != "flash":
         return
-    if name == "flash":
-        flash_attn()
+    flash_attn()
     if not any(_flash_takes(spec.device, spec.dtype, spec.key_dim, spec.value_dim) for spec in specs):
         spec = specs[0]
         raise ConfigError(
@@ -95,22 +91,16 @@ def check_runs(name: str, specs: Sequence[LayerSpec]) -> None:
         )
 
 
-def describe_backend(name: str, specs: Sequence[LayerSpec], query_heads: int, softcap: float | None) -> str:
+def describe_backend(name: str, specs: Sequence[LayerSpec], softcap: float | None) -> str:
     """Which kernels a backend means for a model whose layers cache this, in words."""
     spec = specs[0]
     if spec.device.type != "cuda":
         return name
-    way = _way(name, spec.device, spec.dtype, spec.key_dim, spec.value_dim)
-    if way == "sdpa":
+    if name == "sdpa":
         return "sdpa (torch's own choice but cuDNN)"
-    if softcap is not None:
-        return f"{way} (soft-capped scores: plain products)"
-    flash = way != "split" and _flash_takes(spec.device, spec.dtype, spec.key_dim, spec.value_dim)
-    shape = (spec.device, spec.dtype, query_heads // spec.heads, spec.key_dim, spec.value_dim)
-    tree = None if spec.dtype == torch.float64 else _load_tree_kernel(*shape)
-    return (
-        f"{way} (prefix: {way if flash else 'plain products'}, tree: {'plain products' if tree is None else 'Triton'})"
-    )
+    flash = softcap is None and _flash_takes(spec.device, spec.dtype, spec.key_dim, spec.value_dim)
+    prefix = {"auto": "torch's flash kernel", "flash": "flash-attn"}.get(name) if flash else None
+    return f"{name} (text so far: {prefix or 'plain products'}, tree: plain products)"
 
 
 def layer_attention(
@@ -178,11 +168,8 @@ def _attend(
         share = torch.sigmoid(total - sinks.to(total.dtype)[:, None])  # e^total / (e^total + e^sink)
         return (output * share.unsqueeze(-1)).to(query.dtype)
     way = block.backend
-    if way == "auto":
-        if query.is_cuda:
-            way = _way(way, query.device, query.dtype, query.shape[-1], block.cache.values[layer].shape[-1])
-        else:
-            way = "split" if block.rows > 1 and block.rows * (block.length + block.rows) > _SPLIT_FROM else "sdpa"
+    if way == "auto" and not query.is_cuda:
+        way = "split" if block.rows > 1 and block.rows * (block.length + block.rows) > _SPLIT_FROM else "sdpa"
     if way != "sdpa":
         return _split(way, query, block, layer, scale, softcap)
     keys, values, mask = block.visible(layer, query.dtype)
@@ -200,7 +187,7 @@ def attend_all(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) ->
     if not query.is_cuda:
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=keys.shape[1] != query.shape[1])
     taken = _flash_takes(query.device, query.dtype, query.shape[-1], values.shape[-1])
-    return (aten_flash if taken else plain_attention)(query, keys, values, query.shape[-1] ** -0.5)[0]
+    return (torch_flash if taken else plain_attention)(query, keys, values, query.shape[-1] ** -0.5)[0]
 
 
 def _folded(
@@ -221,13 +208,6 @@ def _folded(
     output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     output = output[:, :, : rows * group].reshape(1, heads, rows, group, -1).transpose(2, 3)
     return output.reshape(1, heads * group, rows, -1)
-
-
-def _way(name: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> str:
-    """The backend that a name means on a CUDA device."""
-    if name != "auto":
-        return name
-    return "aten" if _flash_takes(device, dtype, width, value_width) else "split"
 
 
 def _flash_takes(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
@@ -259,9 +239,6 @@ def _split(
     for first, last in layout.prefix:
         parts.append(kernel(query, keys[:, :, first:last], values[:, :, first:last], scale, softcap=softcap))
     prior = merge(parts) if parts else None
-    tree = _tree_kernel(query, keys, values) if softcap is None else None
-    if tree is not None:
-        return tree(query, keys, values, layout.tail, layout.mask, scale, prior)
     if isinstance(layout.tail, tuple):
         first, last = layout.tail
         keys, values = keys[:, :, first:last], values[:, :, first:last]
@@ -285,35 +262,3 @@ def _one_range(layout: Layout) -> tuple[int, int] | None:
     if prefix and prefix[0][1] != tail[0]:
         return None
     return (prefix[0][0] if prefix else tail[0]), tail[1]
-
-
-def _tree_kernel(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """The Triton kernel for trees, on a GPU and where Triton is installed; torch's wheels for CUDA bring it."""
-    if not query.is_cuda or query.dtype == torch.float64:
-        return None
-    group = query.shape[1] // keys.shape[1]
-    return _load_tree_kernel(query.device, query.dtype, group, query.shape[-1], values.shape[-1])
-
-
-@cache
-def _load_tree_kernel(
-    device: torch.device, dtype: torch.dtype, group: int, width: int, value_width: int
-) -> Callable[..., torch.Tensor] | None:
-    """The kernel, tried once on a few zeros of this kind; None, with a warning, where it is missing or fails."""
-    try:
-        kernel: Callable[..., torch.Tensor] = importlib.import_module("specdec.runners.kernels.tree").tree_attention
-        query, keys, values, mask, prior = (
-            torch.zeros(1, heads, 2, size, dtype=dtype, device=device)
-            for heads, size in ((group, width), (1, width), (1, value_width), (1, 2), (group, value_width))
-        )
-        # Of its variants the one that takes the most of a processor's memory.
-        kernel(query, keys, values, (0, 2), mask[0, 0], 1.0, (prior, prior[..., 0]))
-    except Exception as error:  # the compiler's, the driver's and the linker's share no class but this
-        warnings.warn(
-            f"the Triton kernel for trees is not used, and torch's products do its work, more slowly: "
-            f"{type(error).__name__}: {first_line(error)}",
-            SpecdecWarning,
-            stacklevel=2,
-        )
-        return None
-    return kernel

@@ -11,7 +11,7 @@ import torch
 
 from specdec.errors import ConfigError, first_line
 
-__all__ = ["FLASH", "aten_flash", "cpu_flash", "flash_attn", "merge", "plain_attention"]
+__all__ = ["FLASH", "cpu_flash", "flash_attn", "merge", "plain_attention", "torch_flash"]
 
 _FLASH_ATTN = (2, 8)  # the least release that is known to return what is asked of it here
 
@@ -36,7 +36,7 @@ class Kernel(Protocol):
     ) -> PartialAttention: ...
 
 
-def aten_flash(
+def torch_flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, /, *, causal: bool = False, **_: Any
 ) -> PartialAttention:
     """Torch's flash kernel. ``causal``: the last row sees all keys, the one before all but the last, and so on."""
@@ -49,13 +49,14 @@ def aten_flash(
 def _package_flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, /, *, causal: bool = False, **_: Any
 ) -> PartialAttention:
-    """flash-attn's kernel, as ``aten_flash``."""
+    """flash-attn's kernel, as ``torch_flash``."""
     q, k, v = (x.transpose(1, 2) for x in (query, keys, values))  # [1, rows, heads, D]
     output, weight, _rest = flash_attn()(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
     return output.transpose(1, 2), weight
 
 
-FLASH: dict[str, Kernel] = {"aten": aten_flash, "flash": _package_flash}
+FLASH: dict[str, Kernel] = {"auto": torch_flash, "flash": _package_flash}
+"""The flash kernel that each backend takes on a CUDA device."""
 
 
 @cache

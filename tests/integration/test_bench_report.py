@@ -19,12 +19,13 @@ from rich.console import Console
 
 from specdec import Engine
 from specdec.bench.audit import audit
+from specdec.bench.cli import SHOWN_OF_BATCHES
 from specdec.bench.metrics import measure
 from specdec.bench.plan import Plan
 from specdec.bench.records import RunFolder
-from specdec.bench.report import markdown_table, write_report
+from specdec.bench.report import write_report
 from specdec.bench.runner import Runner
-from specdec.bench.tables import batch_table
+from specdec.bench.tables import markdown_table, system_table, terminal_table
 from specdec.cli import main as cli
 from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ def run(tiny_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> RunFol
 @pytest.mark.slow
 def test_files_of_a_report(run: RunFolder) -> None:
     figures = {path.name for path in (run.path / "figures").iterdir()}
-    names = {"speedup", "ctar", "acceptance", "time", "cost"}
+    names = {"speedup", "cost"}
     assert figures == {f"{name}.png" for name in names} | {"manifest.json"}
     for name in names:
         with Image.open(run.path / "figures" / f"{name}.png") as image:
@@ -115,7 +116,8 @@ def test_report_of_batches(tiny_engine: Engine, tmp_path: Path) -> None:
     assert 'id="figure-batch"' in page
     assert not list((folder.path / "spec_bench").rglob("*2*"))
     out = Console(width=80, record=True, file=io.StringIO())
-    out.print(batch_table(metrics, found))
+    texts = {label: verdict.brief for label, verdict in found.systems.items()}
+    out.print(terminal_table(system_table(metrics, SHOWN_OF_BATCHES, texts=texts)))
     rows = out.export_text().splitlines()[-len(labels) :]
     assert [row.split()[0] for row in rows] == labels
     assert all(row.endswith("same") for row in map(str.rstrip, rows))
@@ -126,7 +128,7 @@ def test_page_needs_nothing_else_and_escapes_the_text(run: RunFolder) -> None:
     assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)|url\(|@import|https?://(?!www\.w3\.org)""", page)
     assert "RuntimeError: &lt;broken&gt;" in page
     assert "specdec bench &lt;x&gt;" in page
-    assert page.count("data:image/png;base64,") == 5
+    assert page.count("data:image/png;base64,") == 2
     traced = re.findall(r'<span(?: class="s\d")? title="lookahead, step \d+: [^"]*">([^<]*)</span>', page)
     answers = {r.question_id: r.turns[0].text for r in run.records() if r.system == "lookahead" and r.repeat == 0}
     assert html.unescape("".join(traced)) == answers[1]
@@ -164,7 +166,7 @@ def test_page_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
     seen = json.loads(html.unescape(found[1]))
     assert seen["tip"] == "none, step 1: 1 token from 1 rows"
     assert seen["shown"] == "block"
-    assert len(seen["widths"]) == 5
+    assert len(seen["widths"]) == 2
     assert min(seen["widths"]) > 100
     assert seen["wide"] <= 0
     assert seen["cut"] <= 0  # the first table is seen whole

@@ -17,9 +17,8 @@ from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.models import transformers_target
 from specdec.runners import cuts
 from specdec.runners.cuda import CudaRunner
-from specdec.step.batched_rows import Batch
-from specdec.step.block import Block
 from specdec.step.tree import ancestors
+from tests import seam
 from tests.launching import Recorder, launch
 from tests.models import new_model, prompt_of
 
@@ -50,14 +49,9 @@ def target_of(family: str, patch: pytest.MonkeyPatch) -> tuple[TransformersTarge
     return target, recorder
 
 
-def filled(target: TransformersTarget, text: Sequence[int], chunk: int) -> Any:
-    """A cache of a text that was read in chunks."""
-    cache = target.new_cache(capacity=200, rows=16)
-    for start in range(0, len(text), chunk):
-        part = text[start : start + chunk]
-        target.forward(Block(cache, part, device=target.device, again=False), rows=())
-        cache.commit(range(len(part)))
-    return cache
+def filled(target: TransformersTarget, text: Sequence[int], chunk: int) -> seam.Text:
+    """A text that was read in chunks."""
+    return seam.text(target, capacity=200, rows=16).fill(text, chunk, again=False)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +68,15 @@ def test_logits_of_a_tree_are_plain_decoding_s(
     """Recorded and launched, and after a prompt in other chunks."""
     target, recorder = target_of(family, monkeypatch)
     with target.active():
-        cache, plain = (filled(target, TEXT[:length], chunk) for chunk in chunks)
+        own, plain = (filled(target, TEXT[:length], chunk) for chunk in chunks)
         found = {}
         for again in (True, False):
-            block = Block.of(TREE, cache, target.device)
-            block.again = again
             replays = recorder.replays.total()
-            found[again] = target.forward(block)
+            found[again] = own.run(TREE, again=again)
             assert recorder.replays.total() == replays + again
         assert torch.equal(found[True].logits, found[False].logits)
         for row in (0, 2, 3, 4):
-            one = target.forward(Block(plain, [TREE.tokens[row]], device=target.device))
+            one = plain.run([TREE.tokens[row]])
             assert torch.equal(one.logits[0], found[True].logits[row]), row
             plain.commit([0])
 
@@ -106,8 +98,8 @@ def test_cuts_that_were_chosen_change_no_bit(length: int, tmp_path: Path, monkey
     logits = []
     for target in (plain, other):
         with target.active():
-            cache = filled(target, TEXT[:length], length)  # 40 are of a bucket whose rows are in two programs
-            logits.append(target.forward(Block.of(TREE, cache, target.device)).logits)
+            own = filled(target, TEXT[:length], length)  # 40 are of a bucket whose rows are in two programs
+            logits.append(own.run(TREE).logits)
     assert torch.equal(*logits)
     assert other.runner._cuts._chosen == chosen._chosen  # type: ignore[attr-defined]
     assert "up to 16 rows: 128 tile" in str(other.runner.cuts())
@@ -130,17 +122,14 @@ def test_rows_of_several_sequences_are_those_of_each(drafts: list[Draft], monkey
     with target.active():
         found: dict[Any, list[torch.Tensor]] = {}
         for kind in ("alone", "recorded", "launched"):
-            caches = [filled(target, TEXT[:length], 16) for length, _ in zip(lengths, drafts, strict=False)]
-            blocks = [Block.of(draft, cache, target.device) for draft, cache in zip(drafts, caches, strict=True)]
+            texts = [filled(target, TEXT[:length], 16) for length, _ in zip(lengths, drafts, strict=False)]
             if kind == "alone":
-                logits = torch.cat([target.forward(block).logits for block in blocks])
+                logits = torch.cat([own.run(draft).logits for own, draft in zip(texts, drafts, strict=True)])
             else:
-                batch = Batch(blocks)
-                batch.again = batch.again and kind == "recorded"
-                logits = target.forward(batch).logits
-            for cache, draft in zip(caches, drafts, strict=True):
-                cache.commit([row for row in range(len(draft)) if ancestors(draft.parents)[-1, row]])
-            each = [target.forward(Block(cache, [5], device=target.device)).logits for cache in caches]
+                logits = seam.run_together(texts, drafts, again=kind == "recorded").logits
+            for own, draft in zip(texts, drafts, strict=True):
+                own.commit([row for row in range(len(draft)) if ancestors(draft.parents)[-1, row]])
+            each = [own.run([5]).logits for own in texts]
             found[kind] = [logits, *each]
     for kind in ("recorded", "launched"):
         for one, other in zip(found[kind], found["alone"], strict=True):

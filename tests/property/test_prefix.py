@@ -29,9 +29,9 @@ from specdec.drafting.joint_forward import forward_together
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.sequence import ScheduledRows, SequenceState
-from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.target import FINAL
+from tests import seam
 from tests.fakes import Oracle, Spy
 from tests.models import VOCAB, target_of
 
@@ -201,11 +201,9 @@ class Talks(RuleBasedStateMachine):
 
     def check_hidden(self, seen: dict[int, torch.Tensor]) -> None:
         """What a drafter was shown of the text is what one forward over all of it gives."""
-        cache = self.target.new_cache(capacity=200, rows=200)
-        count = len(seen[FINAL])
-        block = Block(cache, self.texts[-1][:count])
+        own, count = seam.text(self.target, capacity=200, rows=200), len(seen[FINAL])
         with self.target.active():
-            fresh = self.target.forward(block, taps=(0, 2, FINAL), rows=())
+            fresh = own.run(self.texts[-1][:count], taps=(0, 2, FINAL), rows=())
         for layer, rows in seen.items():
             torch.testing.assert_close(rows, fresh.taps[layer])
 

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec import Draft, DraftBuilder, TransformersTarget
+from specdec import Draft, DraftBuilder
 from specdec.errors import DraftError
-from specdec.step.block import Block
-from specdec.step.cache import KVCache
 from specdec.step.tree import Entry, ancestors
+from tests import seam
 from tests.models import VOCAB, model_of, prompt_of, target_of
 from tests.property.trees import parent_lists
 from tests.tiers import each_once
@@ -106,21 +105,6 @@ def test_builder_stores_equal_prefixes_once(paths: list[list[int]], probes: list
     assert draft.probes == set(range(1, len(draft))) - candidates
 
 
-def prefill(target: TransformersTarget, cache: KVCache, tokens: Sequence[int]) -> None:
-    """Commit tokens in pieces of at most ROWS."""
-    for start in range(0, len(tokens), ROWS):
-        piece = tokens[start : start + ROWS]
-        target.forward(Block(cache, piece, backend=target.backend), rows=())
-        cache.commit(range(len(piece)))
-
-
-def next_logits(target: TransformersTarget, cache: KVCache, token: int) -> torch.Tensor:
-    """[V] after one more token."""
-    logits = target.forward(Block(cache, [token], backend=target.backend)).logits
-    assert logits is not None
-    return logits[0]
-
-
 @torch.inference_mode()
 def own_logits(family: str, text: Sequence[int]) -> torch.Tensor:
     """[n, V] by the model's own forward over the text, with no cache at all."""
@@ -135,25 +119,23 @@ def own_logits(family: str, text: Sequence[int]) -> torch.Tensor:
 def test_commit_equals_recompute(family: str, attention: str, data: st.DataObject, length: int) -> None:
     """A tree's logits are those of each row's own text, and after a commit the cache is the path's."""
     target = target_of(family, attention=attention)
-    text = list(prompt_of(CAPACITY)[:length])
+    tokens = list(prompt_of(CAPACITY)[:length])
     with target.active():
-        cache = target.new_cache(capacity=CAPACITY + ROWS, rows=ROWS)
-        prefill(target, cache, text)
+        own = seam.text(target, capacity=CAPACITY + ROWS, rows=ROWS).fill(tokens, ROWS)
     for _ in range(2):  # the second tree stands on the first one's leftovers
         parents = data.draw(parent_lists(ROWS))
         draft = Draft([data.draw(st.integers(0, VOCAB - 1)) for _ in parents], parents)
         path = path_to(parents, data.draw(st.integers(0, len(draft) - 1)))
         with target.active():
-            logits = target.forward(Block.of(draft, cache, None, attention)).logits
-            cache.commit(path)
-        text += [draft.tokens[row] for row in path]
-        assert cache.length == len(text)
+            logits = own.run(draft).logits
+            own.commit(path)
+        tokens += [draft.tokens[row] for row in path]
+        assert own.length == len(tokens)
         assert logits is not None
-        torch.testing.assert_close(logits[path], own_logits(family, text)[-len(path) :], **NEAR)
+        torch.testing.assert_close(logits[path], own_logits(family, tokens)[-len(path) :], **NEAR)
     with target.active():
-        fresh = target.new_cache(capacity=CAPACITY + ROWS, rows=ROWS)
-        prefill(target, fresh, text)
-        torch.testing.assert_close(next_logits(target, cache, 5), next_logits(target, fresh, 5), **NEAR)
+        fresh = seam.text(target, capacity=CAPACITY + ROWS, rows=ROWS).fill(tokens, ROWS)
+        torch.testing.assert_close(own.next_logits(5), fresh.next_logits(5), **NEAR)
 
 
 @given(data=st.data(), length=st.integers(0, 30), parents=parent_lists(ROWS), layer=st.integers(1, 2))
@@ -168,30 +150,22 @@ def test_rows_that_enter_late_are_rows_that_went_through(
     draft = Draft([data.draw(st.integers(0, VOCAB - 1)) for _ in parents], parents)
     cut = data.draw(st.integers(0, len(draft) - 1))
     with target.active():
-        caches = [target.new_cache(capacity=CAPACITY, rows=ROWS) for _ in range(2)]
-        for cache in caches:
-            prefill(target, cache, prompt_of(30)[:length])
-        whole = target.forward(Block.of(draft, caches[0], None, attention), taps={layer})
+        texts = [seam.text(target, capacity=CAPACITY, rows=ROWS).fill(prompt_of(30)[:length], ROWS) for _ in range(2)]
+        whole = texts[0].run(draft, taps={layer})
         features = []
         for first, last in ((0, cut), (cut, len(draft))):
             if first < last:
-                piece = Block(
-                    caches[1],
-                    draft.tokens[first:last],
-                    parents=parents[:last],
-                    depths=draft.depths[:last],
-                    first=first,
-                    backend=attention,
-                )
-                features.append(target.forward(piece, exit_layer=layer, rows=()).hidden)
+                piece = draft.tokens[first:last]
+                early = texts[1].run(piece, parents[:last], first=first, exit_layer=layer, rows=())
+                features.append(early.hidden)
         entry = Entry(layer, torch.cat(features))
-        late = target.forward(Block.of(draft, caches[1], None, attention), entry=entry)
+        late = texts[1].run(draft, entry=entry)
         torch.testing.assert_close(entry.hidden, whole.taps[layer], **NEAR)
         torch.testing.assert_close(late.logits, whole.logits, **NEAR)
         path = path_to(parents, len(draft) - 1)
-        for cache in caches:
-            cache.commit(path)
-        torch.testing.assert_close(*(next_logits(target, cache, 3) for cache in caches), **NEAR)
+        for own in texts:
+            own.commit(path)
+        torch.testing.assert_close(*(own.next_logits(3) for own in texts), **NEAR)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -200,8 +174,7 @@ def test_only_the_rows_asked_for_get_logits(family: str) -> None:
     draft = Draft((1, 2, 3, 4), (-1, 0, 0, 2))
     with target.active():
         all_rows, some, none = (
-            target.forward(Block.of(draft, target.new_cache(capacity=8, rows=4), None), rows=rows).logits
-            for rows in (None, [1, 3], [])
+            seam.text(target, capacity=8, rows=4).run(draft, rows=asked).logits for asked in (None, [1, 3], [])
         )
     assert all_rows is not None
     assert some is not None

@@ -1,7 +1,7 @@
 """What stands between a layer's products, in Triton: three launches in the place of twelve.
 
 Sums and norms are taken in float32 and rounded where torch's own operations would round. Compiled once per dtype and
-width: no number that changes from step to step is specialised on. See :mod:`specdec.runners.kernels.tree` for how
+width: no number that changes from step to step is specialised on. See :mod:`specdec.runners.kernels.step` for how
 they are tested without a GPU.
 """
 

@@ -17,7 +17,8 @@ The keys' number, their addresses and the number of rows are read from the devic
 in pages of 64 positions (:mod:`specdec.step.pages`). A block of committed keys lies in one page, whose address is read
 once; drafted keys may be in several. Padding rows of a bucket see nothing.
 
-Tested as :mod:`specdec.runners.kernels.tree` is.
+The kernels of this folder run on CUDA, and on a CPU under Triton's interpreter (``TRITON_INTERPRET=1``), which is how
+the tests check their numbers. ``scripts/compile_kernels.py`` shows without a GPU that they compile for one.
 """
 
 from __future__ import annotations

@@ -254,6 +254,13 @@ def test_compare_tells_a_change_from_noise(tmp_path: Path) -> None:
     assert compare_runs(a, faster).notes == ["commit: 'a' and 'c'"]
 
 
+@pytest.mark.parametrize("speed", [1.3, 1.7, 2.1, 2.3, 2.9, 3.1])
+def test_a_run_beside_itself_has_not_moved(tmp_path: Path, speed: float) -> None:
+    """Not even by the rounding of one question's products."""
+    run = folder_of(tmp_path / "a", speed, asked=1, answered=1)
+    assert not any(change.moved for change in compare_runs(run, run).changes)
+
+
 def test_compare_refuses_another_model_and_missing_answers(tmp_path: Path) -> None:
     a = folder_of(tmp_path / "a", 2.0)
     with pytest.raises(ConfigError, match=r"different models: tiny \(a\) and tiny \(b\)"):

@@ -21,7 +21,6 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from specdec import Engine
 from specdec.bench.oracle import OraclePoint
 from specdec.bench.shapes import random_model, weight_bytes
 from specdec.drafting.registry import drafter_names
@@ -30,7 +29,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
 from specdec.runners import cuts
 from tests.launching import fused
-from tests.models import new_model, target_of
+from tests.models import new_model
 from tests.unit.runners.test_cuts import Device
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -44,14 +43,6 @@ def load(name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
-
-
-def test_simulated_ranks_take_as_long_as_the_longest_share() -> None:
-    """Two branches of two rows; the second rank then has to run the first one's accepted rows once more."""
-    script = load("parallel_scaling")
-    steps = [((-1, 0, 1, 0, 3), [0, 1, 2]), ((-1,), [0])]
-    assert script.simulate(steps, 1, float, 0.5) == 5 + 1
-    assert script.simulate(steps, 2, float, 0.5) == (3 + 0.5) + (1 + 2 + 0.5)
 
 
 def test_expected_tokens_are_those_of_independent_guesses() -> None:
@@ -217,7 +208,7 @@ def test_gpu_check_compares_every_drafter_s_texts(tmp_path: Path) -> None:
     script.main([*QUICK, "--out", str(out), "--only=texts"])
     kept = kept_in(out)
     names = {part.rpartition(", ")[2] for section, part in kept if section == "texts"}
-    assert names == {"none", *sys.modules["scripts.gpu_bits"].DRAFTERS}
+    assert names == {"none", *script.DRAFTERS}
     assert not [part for part, figures in kept.items() if figures.get("differing") or "failed" in figures]
 
 
@@ -225,7 +216,7 @@ def test_gpu_check_says_what_drafters_bring_and_what_transformers_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, out = load("gpu_check"), tmp_path / "check"
-    monkeypatch.setattr(sys.modules["scripts.gpu_rivals"], "DRAFTERS", ("prompt_lookup",))
+    monkeypatch.setattr(script, "DRAFTERS", ("prompt_lookup",))
     script.main([*QUICK, "--out", str(out), "--only=drafting,rivals"])
     kept = kept_in(out)
     names = [f"T = {temperature}, {drafter}" for temperature in (0, 1) for drafter in ("none", "auto", "prompt_lookup")]
@@ -260,7 +251,7 @@ def test_gpu_check_compares_cuts_that_are_chosen_here(tmp_path: Path, monkeypatc
     monkeypatch.setattr(check, "target", lambda shape: target)
     target.warm_up(1)
     before, files = target.runner.cuts(), sorted(tmp_path.rglob("*.json"))
-    monkeypatch.setattr(sys.modules["scripts.gpu_cuts"], "time", SimpleNamespace(perf_counter=lambda: device.now))
+    monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=lambda: device.now))
     found = dict(script.SECTIONS["cuts"](check))["toy"]()
     assert all(found["chosen, ms"][rows] < found["table's, ms"][rows] for rows in (1, 16, 64))
     assert found["warm-up, choosing, s"] > found["warm-up, chosen before, s"] > 0
@@ -292,10 +283,9 @@ def test_a_dry_run_of_gpu_check_names_every_part_and_runs_none(
 
 
 def test_gpu_check_ends_within_ten_minutes() -> None:
-    sections = load("gpu_check").SECTIONS
-    limits = sys.modules["scripts.gpu_sections"].LIMITS
-    assert limits.keys() == sections.keys()
-    assert sum(limits.values()) <= 600
+    script = load("gpu_check")
+    assert script.LIMITS.keys() == script.SECTIONS.keys()
+    assert sum(script.LIMITS.values()) <= 600
 
 
 @pytest.mark.parametrize(
@@ -388,78 +378,6 @@ def test_prompts_of_all_kinds_are_put_together_of_what_was_written(tmp_path: Pat
     assert out.read_text() == first
     written.write_text(json.dumps({"conversations": talks[0][1:]}) + "\n")
     assert "conversation 1" in str(run.invoke(app, arguments).exception)
-
-
-@pytest.mark.slow
-def test_a_text_is_played_back_without_forwards(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, rows = load("host_time"), list[int]()
-    ran = TransformersTarget.forward
-
-    def noted(self: TransformersTarget, block: Any, **options: Any) -> Any:
-        rows.append(block.rows)
-        return ran(self, block, **options)
-
-    monkeypatch.setattr(TransformersTarget, "forward", noted)
-    sides, measured = list[int](), script.host_time
-
-    def host_time(*arguments: Any) -> Any:
-        rows.clear()
-        found = measured(*arguments)
-        sides.append(len(rows))
-        return found
-
-    monkeypatch.setattr(script, "host_time", host_time)
-    options = [
-        "--batch",
-        "1,2",
-        "--drafters",
-        "auto,kangaroo",
-        "--limit",
-        "3",
-        "--max-new-tokens",
-        "6",
-        "--repeats",
-        "2",
-    ]
-    monkeypatch.setattr(sys, "argv", ["host_time.py", *options])
-    script.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        f"{name}, {size} at once" for size in (1, 2) for name in ("auto", "kangaroo")
-    ]
-    assert all(re.fullmatch(r".*: by the clock \d+, played back \d+ us", line) for line in lines)
-    assert all(sides[::2])
-    assert sides[1::2] == [0] * 8
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--batch", "x"], "--batch is 'x'; it must be sizes of at least 1"),
-        (["--batch", "1,0"], "--batch is '1,0'; it must be sizes of at least 1"),
-        (["--limit", "0"], "--limit is 0; it must be at least 1"),
-        (["--max-new-tokens", "0"], "--max-new-tokens is 0; it must be at least 1"),
-        (["--drafters", "nope"], "unknown drafter 'nope'"),
-    ],
-)
-def test_host_time_says_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], told: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["host_time.py", *options])
-    with pytest.raises(SystemExit):
-        load("host_time").main()
-    assert told in capsys.readouterr().err
-
-
-def test_other_steps_than_those_that_were_kept_are_an_error() -> None:
-    script, engine = load("host_time"), Engine(target_of("llama"))
-    played = script.Played(engine.target)
-    with played.kept():
-        engine.generate([1, 2, 3, 4], 3)
-    with pytest.raises(SystemExit, match="a forward of 4 rows had 3 before"), played.again():
-        engine.generate([1, 2, 3, 4, 5], 3)
 
 
 def test_every_mutant_can_be_made() -> None:

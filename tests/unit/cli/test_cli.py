@@ -23,8 +23,7 @@ import specdec
 from specdec import Chunk, Engine, SamplingParams, Step
 from specdec.cli import main as cli
 from specdec.cli import output as output_module
-from specdec.cli.demo import Race, Result, question_for
-from specdec.cli.side_by_side import Panes
+from specdec.cli.race import Lane, Panes, Race, question_for
 from specdec.costs import measuring as measuring_module
 from specdec.drafting.registry import drafter_names
 from specdec.engine.config import RunConfig
@@ -564,7 +563,9 @@ def test_demo_takes_drafters(run: Run) -> None:
 
 
 def test_a_race_tells_where_texts_differ(tiny_engine: Engine) -> None:
-    two, three = (Result("any", [tiny_engine.generate(PROMPT, size)]) for size in (2, 3))
+    two, three = Lane("any", tiny_engine), Lane("any", tiny_engine)
+    for lane, size in ((two, 2), (three, 3)):
+        lane.generations.append(tiny_engine.generate(PROMPT, size))
     assert two.first_difference(two) is None
     assert two.first_difference(three) == 3
 
@@ -578,13 +579,13 @@ def test_a_race_goes_through_a_conversation(tiny_engine: Engine) -> None:
     for _ in question.turns:
         prompt: Any = build_prompt(question, answers, "chat", SimpleNamespace(chat_template="..."))
         asked.append(prompt)
-        answers.append(race.turn(prompt, lambda name, chunk: seen.append(name)))
+        answers.append(race.turn(prompt, lambda name, chunk, speed: seen.append(name)))
     assert [message["content"] for message in asked[1]] == [question.turns[0], answers[0], question.turns[1]]
     assert answers == [tiny_engine.generate(prompt, 6).text for prompt in asked]
-    plain, drafted = race.results.values()
+    plain, drafted = race.lanes
     assert drafted.first_difference(plain) is None
     assert (plain.tokens, plain.steps) == (12, 12)
-    assert all(result.generations[1].stats.reused_tokens > 30 for result in race.results.values())
+    assert all(lane.generations[1].stats.reused_tokens > 30 for lane in race.lanes)
     assert seen.count("none") == 12
 
 

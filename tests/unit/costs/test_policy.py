@@ -14,8 +14,7 @@ from specdec.costs.measuring import describe
 from specdec.costs.policy import AcceptancePolicy, Patience, check_policy
 from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
 from specdec.drafting.registry import drafter_names
-from specdec.engine.config import RunConfig
-from specdec.errors import ConfigError, SpecdecWarning
+from specdec.errors import ConfigError
 from tests.fakes import Oracle
 from tests.models import greedy, prompt_of, settings_of, target_of
 from tests.tiers import FEW, matrix
@@ -311,19 +310,6 @@ def test_a_cost_file_is_a_policy(kept: list[object], tmp_path: Path) -> None:
     assert isinstance(by_file.row_policy(), AcceptancePolicy)
     by_file.with_drafter("lookahead")
     assert len(kept) == 2
-
-
-def test_cost_is_acceptance(kept: list[object]) -> None:
-    """A name of before; what it went by the clock for the curve follows now."""
-    with pytest.warns(SpecdecWarning, match=r"policy='cost' is 'acceptance' now"):
-        engine = Engine(target_of("llama"), None, "jacobi", policy="cost")
-    with pytest.warns(SpecdecWarning, match=r"policy='cost' is 'acceptance' now"):
-        other = engine.with_drafter("lookahead", policy="cost")
-    with pytest.warns(SpecdecWarning, match=r"policy='cost' is 'acceptance' now"):
-        config = RunConfig(policy="cost")
-    assert engine.policy == other.policy == config.policy == "acceptance"
-    assert kept == [None]
-    assert isinstance(other.row_policy(), AcceptancePolicy)
 
 
 def test_progress_is_shown_while_the_curve_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

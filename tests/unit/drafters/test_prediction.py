@@ -21,7 +21,7 @@ from specdec.drafting.registry import drafter_names
 from specdec.engine.prediction import appeared
 from specdec.engine.requests import make_requests
 from specdec.errors import PromptError
-from specdec.step.block import Block
+from tests import seam
 from tests.fakes import Reciter, Spy
 from tests.models import VOCAB, prompt_of, settings_of, target_of
 from tests.tiers import FEW, matrix
@@ -139,9 +139,8 @@ def test_a_drafter_is_shown_the_hidden_states_of_all_tokens(drafter: str, tmp_pa
         rows = torch.cat(shown[layer])
         text = [*prompt, *plain][: len(rows)]
         assert len(text) >= len(prompt) + 30
-        block = Block(target.new_cache(capacity=100, rows=100), text)
         with target.active():
-            fresh = target.forward(block, taps=(layer,), rows=())
+            fresh = seam.text(target, capacity=100, rows=100).run(text, taps=(layer,), rows=())
         torch.testing.assert_close(rows, fresh.taps[layer])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +28,11 @@ from specdec.engine.scheduler import Event, Scheduler
 from specdec.errors import ConfigError, PromptError
 from specdec.native import library as native
 from specdec.step import forward_passes
-from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
 from specdec.step.cache import KVCache
 from specdec.step.tree import Entry
 from specdec.target import FINAL
-from tests import models
+from tests import models, seam
 from tests.fakes import Drawing, Reciter, Scripted
 from tests.models import prompt_of, target_of
 
@@ -420,29 +420,23 @@ def test_rows_of_several_sequences_are_each_one_s_own_bit_for_bit(family: str, d
     target = TransformersTarget(models.new_model(family, dtype, **sizes), execution="native", owned=True)
     tree = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
 
-    def blocks() -> list[Block]:
-        made = []
-        for length, draft in ((5, tree), (1, Draft.chain([4])), (21, Draft.chain(prompt_of(19))), (30, tree)):
-            cache = target.new_cache(capacity=64, rows=24)
-            for begin in range(0, length, 8):
-                chunk = prompt_of(length)[begin : begin + 8]
-                target.forward(Block(cache, chunk, device=target.device), rows=())
-                cache.commit(range(len(chunk)))
-            made.append(Block.of(draft, cache, target.device))
-        return made
+    drafts = (tree, Draft.chain([4]), Draft.chain(prompt_of(19)), tree)
+
+    def texts() -> list[seam.Text]:
+        return [seam.text(target, capacity=64, rows=24).fill(prompt_of(length), 8) for length in (5, 1, 21, 30)]
 
     threads = torch.get_num_threads()
     try:
         with target.active():
-            alone = [target.forward(block, taps=(2,)) for block in blocks()]
+            alone = [own.run(draft, taps=(2,)) for own, draft in zip(texts(), drafts, strict=True)]
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
-                batch = Batch(blocks())
-                found = target.forward(batch, taps=(2,))
+                found = seam.run_together(texts(), drafts, taps=(2,))
                 assert found.logits is not None
-                for (block, first, last), own in zip(batch.parts, alone, strict=True):
-                    assert torch.equal(found.logits[first:last], own.logits), (count, block.length)
-                    assert torch.equal(found.taps[2][first:last], own.taps[2])
+                for last, draft, own in zip(accumulate(map(len, drafts)), drafts, alone, strict=True):
+                    rows = slice(last - len(draft), last)
+                    assert torch.equal(found.logits[rows], own.logits), (count, draft)
+                    assert torch.equal(found.taps[2][rows], own.taps[2])
     finally:
         torch.set_num_threads(threads)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.step.block import Block
+from specdec import TransformersTarget
 from specdec.step.tree import Entry
 from specdec.target import FINAL
+from tests import seam
 from tests.models import VOCAB, model_of, prompt_of, target_of
 
 FAMILIES = ("llama", "mistral", "gemma2", "neox")
@@ -16,14 +17,17 @@ TEXT = list(prompt_of(12))
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
 
 
+def fresh(target: TransformersTarget) -> seam.Text:
+    return seam.text(target, capacity=20, rows=12)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_taps_are_the_model_s_hidden_states(family: str) -> None:
     """``output_hidden_states`` has the embedding, what each layer but the last gives, and the last after the norm."""
     target = target_of(family)
     with target.active():
-        cache = target.new_cache(capacity=20, rows=12)
-        out = target.forward(Block(cache, TEXT, backend=target.backend), taps=(0, 1, 2, FINAL))
+        out = fresh(target).run(TEXT, taps=(0, 1, 2, FINAL))
     ids = torch.tensor([TEXT])
     own = model_of(family)(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
     assert set(out.taps) == {0, 1, 2, FINAL}
@@ -41,16 +45,16 @@ def test_a_walk_in_two_parts(family: str, layer: int) -> None:
     """Out after some layers, in again with their hidden states: the logits of one walk, and the same cache."""
     target = target_of(family)
     with target.active():
-        whole, parts = (target.new_cache(capacity=20, rows=12) for _ in range(2))
-        expected = target.forward(Block(whole, TEXT, backend=target.backend))
-        early = target.forward(Block(parts, TEXT, backend=target.backend), exit_layer=layer)
+        whole, parts = fresh(target), fresh(target)
+        expected = whole.run(TEXT)
+        early = parts.run(TEXT, exit_layer=layer)
         assert (early.logits is None) == (layer < 3)
-        late = target.forward(Block(parts, TEXT, backend=target.backend), entry=Entry(layer, early.hidden))
+        late = parts.run(TEXT, entry=Entry(layer, early.hidden))
     assert late.logits is not None
     assert expected.logits is not None
     assert torch.equal(late.logits, expected.logits)
-    for one, other in zip(whole.groups, parts.groups, strict=True):
-        assert torch.equal(one.keys[:, :, :, : min(12, one.size)], other.keys[:, :, :, : min(12, one.size)])
+    for one, other in zip(whole.keys(12), parts.keys(12), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("rows", [[0], [3, 11], list(range(12))])
@@ -58,10 +62,7 @@ def test_a_walk_in_two_parts(family: str, layer: int) -> None:
 def test_logits_of_the_rows_asked_for(rows: list[int]) -> None:
     target = target_of("llama")
     with target.active():
-        outs = [
-            target.forward(Block(target.new_cache(capacity=20, rows=12), TEXT, backend=target.backend), rows=wanted)
-            for wanted in (None, rows, ())
-        ]
+        outs = [fresh(target).run(TEXT, rows=wanted) for wanted in (None, rows, ())]
     assert outs[0].logits is not None
     assert outs[1].logits is not None
     assert outs[1].logits.shape == (len(rows), VOCAB)
@@ -73,11 +74,11 @@ def test_logits_of_the_rows_asked_for(rows: list[int]) -> None:
 def test_a_row_at_a_time_and_all_at_once() -> None:
     target = target_of("mistral")
     with target.active():
-        cache = target.new_cache(capacity=20, rows=12)
-        together = target.forward(Block(target.new_cache(capacity=20, rows=12), TEXT, backend=target.backend)).logits
+        own = fresh(target)
+        together = fresh(target).run(TEXT).logits
         for row, token in enumerate(TEXT):
-            alone = target.forward(Block(cache, [token], backend=target.backend)).logits
-            cache.commit([0])
+            alone = own.run([token]).logits
+            own.commit([0])
             assert alone is not None
             assert together is not None
             torch.testing.assert_close(alone[0], together[row], **NEAR)

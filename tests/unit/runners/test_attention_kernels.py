@@ -61,7 +61,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
         return lower_right(query, keys, values, scale, causal=causal)
 
     monkeypatch.setattr(attention, "_flash_takes", lambda *shape: True)
-    monkeypatch.setitem(attention_kernels.FLASH, "aten", noted)
+    monkeypatch.setitem(attention_kernels.FLASH, "flash", noted)
     return made
 
 
@@ -71,18 +71,18 @@ def test_rows_see_their_ancestors_and_the_window(flash: list[tuple[int, int, boo
     world = World(case)
     expected = world.naive()
     for pieces in (False, True):
-        assert (world.attended("aten", pieces=pieces).double() - expected).abs().max() < 1e-6
+        assert (world.attended("flash", pieces=pieces).double() - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_chain_is_one_causal_call(flash: list[tuple[int, int, bool]], rows: int) -> None:
     world = World(Case(20, list(range(-1, rows - 1)), 0, None, None, 0))
-    assert (world.attended("aten", pieces=False).double() - world.naive()).abs().max() < 1e-6
+    assert (world.attended("flash", pieces=False).double() - world.naive()).abs().max() < 1e-6
     assert flash == [(rows, 20 + rows, rows > 1)]
 
 
 def test_a_tree_takes_the_prefix_only(flash: list[tuple[int, int, bool]]) -> None:
-    World(Case(20, [-1, 0, 0, 1], 0, None, None, 0)).attended("aten", pieces=False)
+    World(Case(20, [-1, 0, 0, 1], 0, None, None, 0)).attended("flash", pieces=False)
     assert flash == [(4, 20, False)]
 
 
@@ -103,7 +103,7 @@ def test_torch_takes_the_call_and_gives_what_is_read(number: int, monkeypatch: p
     aten = SimpleNamespace(aten=SimpleNamespace(_scaled_dot_product_flash_attention=noted))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "ops", aten)
-        found = attention_kernels.aten_flash(*torch.zeros(3, 1, 1, 1, 8), 0.5, causal=True)
+        found = attention_kernels.torch_flash(*torch.zeros(3, 1, 1, 1, 8), 0.5, causal=True)
     names = [value.name for value in schema.returns]
     assert [names[place] for place in found] == ["output", "logsumexp"]
     (arguments, options), declared = calls[0], list(schema.arguments)
@@ -143,40 +143,39 @@ def spec(dtype: torch.dtype = torch.bfloat16, device: str = "cuda", width: int =
     return LayerSpec(2, width, width, None, torch.device(device), dtype)
 
 
-def test_what_cannot_run_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"attention='aten' is for float16 and bfloat16.*float32, 64 and cpu"):
-        check_runs("aten", [spec(torch.float32, "cpu")])
+def test_what_cannot_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "flash_attn", lambda: flash_attn_2_8)
+    with pytest.raises(ConfigError, match=r"attention='flash' is for float16 and bfloat16.*float32, 64 and cpu"):
+        check_runs("flash", [spec(torch.float32, "cpu")])
     check_runs("split", [spec(torch.float32, "cpu")])
-
-
-def test_a_model_that_a_kernel_cannot_run_is_refused_at_load() -> None:
-    with pytest.raises(ConfigError, match="attention='aten' is for float16"):
-        TransformersTarget(model_of("llama"), attention="aten")
+    with pytest.raises(ConfigError, match="attention='flash' is for float16"):
+        TransformersTarget(model_of("llama"), attention="flash")
 
 
 @pytest.mark.parametrize(
-    ("capability", "built", "way"), [((9, 0), True, "aten"), ((7, 5), True, "split"), ((9, 0), False, "split")]
+    ("capability", "built", "taken"), [((9, 0), True, True), ((7, 5), True, False), ((9, 0), False, False)]
 )
 def test_flash_is_taken_where_torch_has_it(
-    capability: tuple[int, int], built: bool, way: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], built: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     monkeypatch.setattr(attention, "_has_flash", attention._has_flash.__wrapped__)
-    assert attention._way("auto", torch.device("cuda"), torch.bfloat16, 64, 64) == way
+    assert attention._flash_takes(torch.device("cuda"), torch.bfloat16, 64, 64) == taken
 
 
-def test_auto_picks_by_capability_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_names_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
-    monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: print)
-    assert describe_backend("auto", [spec()], 8, None) == "aten (prefix: aten, tree: Triton)"
-    assert describe_backend("auto", [spec(torch.float32)], 8, None) == "split (prefix: plain products, tree: Triton)"
-    assert describe_backend("auto", [spec(width=12)], 8, None).startswith("split")
-    assert describe_backend("auto", [spec()], 8, 50.0) == "aten (soft-capped scores: plain products)"
-    assert describe_backend("auto", [spec(device="cpu")], 8, None) == "auto"
-    check_runs("aten", [spec()])
-    monkeypatch.setattr(attention, "_load_tree_kernel", lambda *shape: None)
-    assert describe_backend("auto", [spec()], 8, None) == "aten (prefix: aten, tree: plain products)"
+    plain = "auto (text so far: plain products, tree: plain products)"
+    assert describe_backend("auto", [spec()], None) == "auto (text so far: torch's flash kernel, tree: plain products)"
+    assert describe_backend("flash", [spec()], None) == "flash (text so far: flash-attn, tree: plain products)"
+    assert describe_backend("split", [spec()], None) == plain.replace("auto", "split")
+    assert describe_backend("auto", [spec(torch.float32)], None) == plain
+    assert describe_backend("auto", [spec(width=12)], None) == plain
+    assert describe_backend("auto", [spec()], 50.0) == plain
+    assert describe_backend("auto", [spec(device="cpu")], None) == "auto"
+    monkeypatch.setattr(attention, "flash_attn", lambda: flash_attn_2_8)
+    check_runs("flash", [spec()])
 
 
 def test_merging_is_exact() -> None:

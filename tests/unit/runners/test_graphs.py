@@ -30,6 +30,7 @@ from specdec.step.cache import KVCache
 from specdec.step.pages import PagePool
 from specdec.step.tree import Entry
 from specdec.target import FINAL
+from tests import seam
 from tests.launching import Recorder, fused, launch
 from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
 from tests.tiers import FEW, matrix
@@ -125,25 +126,14 @@ def test_layers_in_parts(recorder: Recorder) -> None:
     tokens, parents = [3, 4, 5, 6, 7], [-1, 0, 1, 2, 2]
     draft, found = Draft(tokens, parents), []
     for again in (True, False):
-        cache = target.new_cache(capacity=60, rows=8)
         with target.active():
-            target.forward(Block(cache, PROMPT, device=target.device, again=False), rows=())
-            cache.commit(range(len(PROMPT)))
-            parts = []
-            for row in range(3):
-                block = Block(cache, [tokens[row]], first=row, device=target.device, again=again)
-                parts.append(target.forward(block, exit_layer=1, taps={0, 1}))
-            block = Block(
-                cache, tokens[3:], parents=parents, depths=[0, 1, 2, 3, 3], first=3, device=target.device, again=again
-            )
-            parts.append(target.forward(block, exit_layer=1, taps={0, 1}))
+            own = seam.text(target, capacity=60, rows=8).fill(PROMPT, len(PROMPT), again=False)
+            early: dict[str, Any] = {"again": again, "exit_layer": 1, "taps": {0, 1}}
+            parts = [own.run([tokens[row]], first=row, **early) for row in range(3)]
+            parts.append(own.run(tokens[3:], parents, first=3, **early))
             hidden = torch.cat([part.hidden for part in parts])
-            block = Block.of(draft, cache, target.device)
-            block.again = again
-            rest = target.forward(block, entry=Entry(1, hidden), taps={1, 2})
-            whole = Block.of(draft, cache, target.device)
-            whole.again = again
-            found.append((parts, rest, target.forward(whole, taps={1, 2})))
+            rest = own.run(draft, again=again, entry=Entry(1, hidden), taps={1, 2})
+            found.append((parts, rest, own.run(draft, again=again, taps={1, 2})))
     for mine, theirs in zip(found[0][0], found[1][0], strict=True):
         for tap in (0, 1):
             assert (mine.taps[tap] - theirs.taps[tap]).abs().max() < 1e-12
@@ -412,7 +402,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
     target = fused(new_model("llama", torch.float64))
     expected = reference(target.model, PROMPT, 12)
     assert target.runner.graphs("auto") == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
-    assert "attention='aten' is told" in target.runner.graphs("aten")
+    assert "attention='split' is told" in target.runner.graphs("split")
     assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: transformers layers are not")
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specdec import Engine, SamplingParams
 from specdec.runners import attention, attention_kernels
 from specdec.step import device_copies
-from specdec.step.block import Block
+from tests import seam
 from tests.launching import Kernels, fused, launch
 from tests.models import new_model, prompt_of
 
@@ -52,7 +52,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=1)
 # The noise is some twenty operations, on one row of the vocabulary each. A graph is one launch, and six serve it.
 @pytest.mark.parametrize(
     ("attention_name", "sampling", "limit"),
-    [("aten", None, 300), ("aten", SAMPLED, 330), ("auto", None, 6), ("auto", SAMPLED, 6)],
+    [("flash", None, 300), ("flash", SAMPLED, 330), ("auto", None, 6), ("auto", SAMPLED, 6)],
 )
 def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
     attention_name: str, sampling: SamplingParams | None, limit: int, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +77,7 @@ def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
     def flash(query: Any, keys: Any, values: Any, scale: float, **_: Any) -> Any:
         return attention_kernels.plain_attention(query, keys, values, scale)
 
-    monkeypatch.setitem(attention_kernels.FLASH, "aten", mode.one("flash", flash))
+    monkeypatch.setitem(attention_kernels.FLASH, "flash", mode.one("flash", flash))
     decoding = Engine(target).start(prompt_of(9), 10, sampling)
     with target.active():
         decoding.prefill()
@@ -115,8 +115,7 @@ def test_a_half_precision_step_is_nine_kernels_a_layer(monkeypatch: pytest.Monke
     assert target.batch_invariant
     counted.clear()
     with target.active():
-        cache = target.new_cache(capacity=9, rows=4)
-        target.forward(Block(cache, [1, 2], device=target.device))
+        seam.text(target, capacity=9, rows=4).run([1, 2])
     layers = {"add_norm": 65, "product": 128, "turn_and_store": 32, "step_attention": 32, "paths": 1}
     ends = {"look_up": 1, "add_norm": 1, "product": 1, "pick": 1, "walk": 1}
     assert counted == Counter(layers) + Counter(ends)

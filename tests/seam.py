@@ -1,0 +1,102 @@
+"""How tests have a target run a text: the one place in tests that knows what a forward is made of.
+
+own = seam.text(target)
+output = own.run(draft, taps={1})  # inside target.active()
+own.commit(path)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from specdec import Draft
+from specdec.step.batched_rows import Batch
+from specdec.step.block import Block
+from specdec.target import TargetOutput
+
+__all__ = ["Text", "run_together", "text"]
+
+
+class Text:
+    """What a target holds of one text's committed tokens."""
+
+    def __init__(self, target: Any, *, capacity: int, rows: int) -> None:
+        self._target, self._cache = target, target.new_cache(capacity=capacity, rows=rows)
+
+    @property
+    def length(self) -> int:
+        """Number of committed tokens."""
+        length: int = self._cache.length
+        return length
+
+    def rows(
+        self, tokens: Draft | Sequence[int], parents: Sequence[int] | None, *, first: int = 0, again: bool = True
+    ) -> Block:
+        """The rows of a forward, see :meth:`run`."""
+        if isinstance(tokens, Draft):
+            tokens, parents = tokens.tokens, None if tokens.is_chain else tokens.parents
+        depths = list[int]()
+        for parent in parents or ():
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        place: dict[str, Any] = {"device": self._target.device, "backend": self._target.backend, "again": again}
+        return Block(self._cache, tokens, parents=parents, depths=depths or None, first=first, **place)
+
+    def run(
+        self,
+        tokens: Draft | Sequence[int],
+        parents: Sequence[int] | None = None,
+        *,
+        first: int = 0,
+        again: bool = True,
+        **options: Any,
+    ) -> TargetOutput:
+        """One forward of rows ``first`` and up of a tree: a whole draft, or tokens.
+
+        Args:
+            tokens: a draft, or the rows' tokens.
+            parents: of the tree up to the last of these rows; without them it is a chain.
+            first: the first row that is run; the ones above it were run before.
+            again: whether a recorded graph may be used and made.
+            options: what is asked of the forward, such as ``taps``, ``rows`` and ``exit_layer``.
+        """
+        block = self.rows(tokens, parents, first=first, again=again)
+        output: TargetOutput = self._target.forward(block, **options)
+        return output
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep these rows of the last tree, and forget the others."""
+        self._cache.commit(path)
+
+    def fill(self, tokens: Sequence[int], chunk: int, *, again: bool = True) -> Text:
+        """Commit tokens in pieces of at most ``chunk``, without logits; returns the text."""
+        for start in range(0, len(tokens), chunk):
+            piece = tokens[start : start + chunk]
+            self.run(piece, again=again, rows=())
+            self.commit(range(len(piece)))
+        return self
+
+    def next_logits(self, token: int) -> torch.Tensor:
+        """[V] behind one more token, which is not committed."""
+        logits = self.run([token]).logits
+        assert logits is not None
+        return logits[0]
+
+    def keys(self, count: int) -> list[torch.Tensor]:
+        """[layers, 1, heads, n, width] keys of the first ``count`` slots of each group of layers, or of all it has."""
+        return [group.keys[:, :, :, : min(count, group.size)] for group in self._cache.groups]
+
+
+def text(target: Any, *, capacity: int = 64, rows: int = 32) -> Text:
+    """An empty text of up to ``capacity`` tokens, whose forwards have up to ``rows`` rows."""
+    return Text(target, capacity=capacity, rows=rows)
+
+
+def run_together(texts: Sequence[Text], drafts: Sequence[Draft], *, again: bool = True, **options: Any) -> TargetOutput:
+    """One forward of a draft of each text; their rows lie one after the other."""
+    batch = Batch([own.rows(draft, None) for own, draft in zip(texts, drafts, strict=True)])
+    batch.again = batch.again and again
+    output: TargetOutput = texts[0]._target.forward(batch, **options)
+    return output
