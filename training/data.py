@@ -7,7 +7,6 @@ reason.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,11 @@ from annotated_types import Ge, Le
 from drafters.rest.stdlib_corpus import STDLIB, read_files
 from specdec.engine.conversations import is_text, turns_of, writes_chats
 from specdec.errors import ConfigError, shown
-from specdec.settings.formats import read_content
+from specdec.settings.formats import LINES, read_content
 from specdec.settings.validation import check_fields
 from training.skips import Skipping, Skips
 from training.spans import Message, answer_spans, chat_spans, plain, trained_tokens, vicuna_writer
+from training.split import Sample, is_drawn, prompt_of, split
 
 __all__ = ["Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
 
@@ -38,7 +38,8 @@ class TextConfig:
             separators, for texts that a model continued; ``auto`` for the chat template if there is one, else
             ``vicuna``.
         skip: how many records of a file can be skipped: a ``few``, three or one in a hundred, or ``any`` number.
-        held_out_one_in: one in so many samples is kept for evaluation, by a hash of its text, without ``eval_data``.
+        held_out_one_in: one in so many prompts is kept for evaluation with all its samples, by a hash, without
+            ``eval_data``; see :mod:`training.split`.
     """
 
     length: Annotated[int, Ge(8), Le(1 << 20), "an integer from 8 to 1048576"] = 512
@@ -48,15 +49,6 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "text.")
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A text's n token ids, and for each whether it is trained; ``held_out`` samples are kept for evaluation."""
-
-    tokens: list[int]
-    trained: list[bool]
-    held_out: bool
 
 
 def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, skips: Skips) -> Iterator[Sample]:
@@ -74,16 +66,19 @@ def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, ski
     for source in sources:
         if source == STDLIB:
             for held_out in (False, True):
-                for _, text in read_files(held_out=held_out):
-                    yield _plain(text, tokenizer, held_out)
+                for name, text in read_files(held_out=held_out):
+                    yield _plain(text, tokenizer, held_out, prompt_of(f"{STDLIB}/{name}"))
             continue
         content = read_content(Path(source), strict=False)
         if isinstance(content, str):
-            yield _plain(content, tokenizer, _held_out(content, config))
+            prompt = prompt_of(content)
+            yield _plain(content, tokenizer, is_drawn(prompt, config.held_out_one_in), prompt)
             continue
         for record in skips.values(Path(source), content, config.skip, _REMEDY):
             turns = _turns(record, skips)
-            sample = None if turns is None else _conversation(turns, tokenizer, config, skips)
+            if turns is None:
+                continue
+            sample = _conversation(turns, _file_of(record, config), tokenizer, config, skips)
             if sample is not None:
                 yield sample
 
@@ -127,13 +122,10 @@ def load_samples(
             f"the tokenizer gives token {top}, and the model knows [0, {vocab_size}): it is another model's tokenizer; "
             "put the model's own beside its weights"
         )
-    learnt = samples if held else [s for s in samples if not s.held_out]
-    held = held or [s for s in samples if s.held_out]
-    if not learnt:  # so few samples that all were held out
-        learnt, held = held, []
+    learnt, held = split(samples, held, say)
     if not learnt:
         raise ConfigError(f"{', '.join(data)}: not one usable conversation; {why}")
-    return learnt, held or learnt[:1]
+    return learnt, held
 
 
 def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
@@ -173,8 +165,13 @@ def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
     return messages
 
 
-def _conversation(messages: list[Message], tokenizer: Any, config: TextConfig, skips: Skips) -> Sample | None:
-    """A sample of messages: write them as one text, find the answers, and tokenize it once."""
+def _conversation(
+    messages: list[Message], file: str | None, tokenizer: Any, config: TextConfig, skips: Skips
+) -> Sample | None:
+    """A sample of messages: write them as one text, find the answers, and tokenize it once.
+
+    ``file`` is the file whose text the turns are a piece of, if there is one; all its pieces have one prompt.
+    """
     own = config.template == "tokenizer" or (config.template == "auto" and writes_chats(tokenizer))
     ends = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
     try:
@@ -189,15 +186,26 @@ def _conversation(messages: list[Message], tokenizer: Any, config: TextConfig, s
     # As in decoding: a template writes the begin token itself; for plain text the tokenizer adds it.
     encoded = tokenizer(text, add_special_tokens=not own, return_offsets_mapping=True, verbose=False)
     trained = trained_tokens(encoded["offset_mapping"], spans)
-    return Sample(list(encoded["input_ids"]), trained, _held_out(text, config))
+    prompt = prompt_of(*_asked(messages)) if file is None else prompt_of(file)
+    question = trained.index(True) if True in trained else len(trained)
+    return Sample(list(encoded["input_ids"]), trained, is_drawn(prompt, config.held_out_one_in), prompt, question)
 
 
-def _plain(text: str, tokenizer: Any, held_out: bool) -> Sample:
+def _file_of(record: Any, config: TextConfig) -> str | None:
+    """The file that a record is a piece of, as ``distill-data`` names it in answers to plain text."""
+    source = record.get("source")
+    if config.template != "plain" or not isinstance(source, str):
+        return None
+    return source if Path(source).suffix.lower() not in ("", ".json", *LINES) else None
+
+
+def _asked(messages: list[Message]) -> tuple[str, str]:
+    """The system's turn and the user's first."""
+    first = {message["role"]: message["content"] for message in reversed(messages)}
+    return first.get("system", ""), first.get("user", "")
+
+
+def _plain(text: str, tokenizer: Any, held_out: bool, prompt: str) -> Sample:
     tokens = list(tokenizer(text, verbose=False)["input_ids"])
     special = set(tokenizer.all_special_ids)
-    return Sample(tokens, [token not in special for token in tokens], held_out)
-
-
-def _held_out(text: str, config: TextConfig) -> bool:
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:4], "big") % config.held_out_one_in == 0
+    return Sample(tokens, [token not in special for token in tokens], held_out, prompt)
