@@ -7,7 +7,8 @@ reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ from annotated_types import Ge, Le
 from drafters.rest.stdlib_corpus import STDLIB, read_files
 from specdec.engine.conversations import is_text, turns_of, writes_chats
 from specdec.errors import ConfigError, shown
+from specdec.settings.files import parse_json
 from specdec.settings.formats import LINES, read_content
 from specdec.settings.validation import check_fields
 from training.skips import Skipping, Skips
@@ -25,7 +27,7 @@ from training.split import Sample, is_drawn, prompt_of, split
 
 __all__ = ["Sample", "Skips", "TextConfig", "load_samples", "read_samples"]
 
-_SPEAKERS = ("user", "assistant", "system")
+_SPEAKERS = ("user", "assistant", "system", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,22 +130,27 @@ def load_samples(
     return learnt, held
 
 
-def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
+def _turns(record: Any, skips: Skips) -> list[Message] | None:
     """A ShareGPT record's messages, alternating, the last one an answer; None where it has nothing to train on."""
     turns = turns_of(record)
     if turns is None:
         skips.skip("no list of conversations, or of messages")
         return None
-    messages: list[dict[str, str]] = []
-    for role, text in turns:
+    messages: list[Message] = []
+    raw = record.get("conversations", record.get("messages"))
+    for (role, text), turn in zip(turns, raw, strict=True):
         if role not in _SPEAKERS:
             skips.skip(f"unknown speaker {shown(role)}")
             return None
-        if not isinstance(text, str) or not text.strip():
+        calls = _calls(role, turn)
+        if isinstance(text, list) and text:
+            skips.mended["cut at a turn with parts that are no text"] += 1
+            break
+        if not calls and (not isinstance(text, str) or not text.strip()):
             # What follows an empty turn answers something that is missing.
             skips.mended["cut at an empty turn"] += 1
             break
-        if not is_text(text):
+        if text is not None and not is_text(text):
             skips.mended["cut at a turn with half of a surrogate pair, which is no text"] += 1
             break
         if role == "system" and messages:
@@ -152,17 +159,34 @@ def _turns(record: Any, skips: Skips) -> list[dict[str, str]] | None:
         before = messages[-1]["role"] if messages else None
         if role == "assistant" and before in (None, "system"):
             skips.mended["opening turn of the assistant dropped"] += 1
-        elif role == before:
+        elif role == before and role != "tool" and not calls and "tool_calls" not in messages[-1]:
             skips.mended["two turns of one speaker joined"] += 1
             messages[-1]["content"] += "\n\n" + text
         else:
-            messages.append({"role": role, "content": text})
+            messages.append({"role": role, "content": text or "", **calls})
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
         skips.skip("no answer of an assistant")
         return None
     return messages
+
+
+def _calls(role: str, turn: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool calls of an assistant's message, as OpenAI has them; templates take their arguments as an object."""
+    calls = turn.get("tool_calls")
+    if role != "assistant" or not isinstance(calls, list) or not calls:
+        return {}
+    return {"tool_calls": [_call(call) for call in calls]}
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    with suppress(ValueError):
+        return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
+    return call
 
 
 def _conversation(
@@ -178,6 +202,8 @@ def _conversation(
         if own:
             text, spans = chat_spans(messages, tokenizer, ends)
         else:
+            if config.template != "plain" and any(message["role"] == "tool" for message in messages):
+                raise ValueError("Vicuna's format has no place for a tool's turn")
             write = plain if config.template == "plain" else vicuna_writer(tokenizer.eos_token or "")
             text, spans = answer_spans(messages, write, ends)
     except ValueError as error:

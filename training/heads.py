@@ -16,6 +16,7 @@ from drafters.heads.loading import load_head
 from drafters.heads.weights import HeadWeights
 from drafters.kangaroo.adapter import fitting_heads
 from drafters.shared.fingerprint import fingerprint
+from drafters.shared.norms import norm_weight
 from drafters.shared.vocabulary import most_frequent, number_in
 from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
@@ -153,8 +154,7 @@ def begun(head: Any, target: TransformersTarget, counts: torch.Tensor | None, se
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
-        ones = torch.ones(1, width, dtype=target.dtype, device=target.head_device)
-        head.norm.weight.copy_(_UNSURE * target.norm(ones)[0])  # the norm of ones is its weight
+        head.norm.weight.copy_(_UNSURE * norm_weight(target))
         if config.own_head:
             matrix = target.head if head.draft_tokens is None else target.head_of(head.draft_tokens)
             units = torch.eye(width, dtype=target.dtype, device=target.head_device)

@@ -109,6 +109,53 @@ def test_system_turns_and_both_key_styles(tmp_path: Path, tokenizer: Any) -> Non
     assert "# System: s" in tokenizer.decode(sample.tokens)
 
 
+_TOOLS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% for c in m.get('tool_calls', []) %}"
+    "[{{ c['function']['name'] }} {{ c['function']['arguments']['city'] }}]{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_tool_turns_are_used(tmp_path: Path) -> None:
+    """As OpenAI and as ShareGPT files have them; calls are trained as the template writes them, results are not."""
+    chat = AutoTokenizer.from_pretrained(embedded_model())
+    chat.chat_template = _TOOLS
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    talks = {"messages": [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4 C"}, {"role": "tool", "content": "wind"},
+        {"role": "assistant", "content": "It is cold."},
+    ]}  # fmt: skip
+    [sample], skips = read(tmp_path, chat, [talks])
+    assert trained_texts(sample, chat) == ["[weather Oslo]<|end|>", "It is cold.<|end|>"]
+    assert skips.lines() == []
+    assert "<|system|>Be brief.<|end|>" in chat.decode(sample.tokens)
+    assert "<|tool|>4 C<|end|>\n<|tool|>wind<|end|>" in chat.decode(sample.tokens)
+    shared = talk(("human", "q"), ("function_call", "call"), ("observation", "seen"), ("gpt", "a"))
+    [sample], _ = read(tmp_path, chat, [shared])
+    assert trained_texts(sample, chat) == ["call<|end|>", "a<|end|>"]
+    samples, skips = read(tmp_path, chat, [shared], template="vicuna")
+    assert (samples, [*skips.skipped]) == ([], ["Vicuna's format has no place for a tool's turn"])
+    chat.chat_template = _TOOLS.replace("[{{ c['function']['name'] }}", "[")
+    samples, skips = read(tmp_path, chat, [talks])
+    assert (samples, [*skips.skipped]) == ([], ["the chat template leaves a tool call out"])
+
+
+def test_parts_of_text_are_text(tmp_path: Path, tokenizer: Any) -> None:
+    def said(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    record = {"messages": [
+        {"role": "user", "content": said("one", "two")}, {"role": "assistant", "content": said("three")},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, {"role": "assistant", "content": "four"},
+    ]}  # fmt: skip
+    [sample], skips = read(tmp_path, tokenizer, [record], template="plain")
+    assert trained_texts(sample, tokenizer) == ["three"]
+    assert "one\ntwo" in tokenizer.decode(sample.tokens)
+    assert skips.lines() == ["1 mended: cut at a turn with parts that are no text"]
+
+
 def test_several_files_of_several_kinds(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "a.json").write_text(json.dumps([talk(("human", "q"), ("gpt", "one"))]))
     (tmp_path / "b.jsonl").write_text(json.dumps(talk(("human", "q"), ("bard", "two"))) + "\n")
@@ -244,9 +291,7 @@ def test_settings_are_read_as_their_options_mean_them() -> None:
 
 def asked(*questions: str, answers: int = 1, system: str = "") -> list[dict[str, Any]]:
     turns = [("system", system)] if system else []
-    return [
-        talk(*turns, ("human", question), ("gpt", f"answer {n}")) for question in questions for n in range(answers)
-    ]
+    return [talk(*turns, ("human", question), ("gpt", f"answer {n}")) for question in questions for n in range(answers)]
 
 
 def divided(
