@@ -80,7 +80,7 @@ def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, ski
             turns = _turns(record, skips)
             if turns is None:
                 continue
-            sample = _conversation(turns, _file_of(record, config), tokenizer, config, skips)
+            sample = _conversation(turns, tokenizer, config, skips, _file_of(record, config))
             if sample is not None:
                 yield sample
 
@@ -190,7 +190,7 @@ def _call(call: Any) -> Any:
 
 
 def _conversation(
-    messages: list[Message], file: str | None, tokenizer: Any, config: TextConfig, skips: Skips
+    messages: list[Message], tokenizer: Any, config: TextConfig, skips: Skips, file: str | None = None
 ) -> Sample | None:
     """A sample of messages: write them as one text, find the answers, and tokenize it once.
 

@@ -16,7 +16,7 @@ from drafters.heads.loading import load_head
 from drafters.heads.weights import HeadWeights
 from drafters.kangaroo.adapter import fitting_heads
 from drafters.shared.fingerprint import fingerprint
-from drafters.shared.norms import norm_weight
+from drafters.shared.target_weights import head_weight, norm_weight
 from drafters.shared.vocabulary import most_frequent, number_in
 from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
@@ -147,7 +147,6 @@ def begun(head: Any, target: TransformersTarget, counts: torch.Tensor | None, se
     the target's matrix, if the head has its own. The most frequent tokens in ``counts`` [V] are its draft vocabulary.
     """
     generator, config = torch.Generator().manual_seed(seed), head.config
-    width = config.width
     if head.draft_tokens is not None and counts is not None:
         head.draft_tokens.copy_(most_frequent(counts, config.draft_vocab))
     with torch.no_grad():
@@ -156,9 +155,7 @@ def begun(head: Any, target: TransformersTarget, counts: torch.Tensor | None, se
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
         head.norm.weight.copy_(_UNSURE * norm_weight(target))
         if config.own_head:
-            matrix = target.head if head.draft_tokens is None else target.head_of(head.draft_tokens)
-            units = torch.eye(width, dtype=target.dtype, device=target.head_device)
-            head.lm_head.weight.copy_(matrix(units).T)  # the outputs for unit vectors are the weight's columns
+            head.lm_head.weight.copy_(head_weight(target, head.draft_tokens))
     return head
 
 

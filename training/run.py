@@ -264,7 +264,7 @@ def _run(
 ) -> dict[str, float]:
     say, main = accelerator.print, accelerator.is_main_process
     target, why = frozen_target(config, accelerator.device)
-    say(f"{why}; the drafter's in {'bfloat16' if accelerator.mixed_precision == 'bf16' else 'float32'}")
+    say(f"{why}; the drafter's in {_precision(accelerator)}")
     if settle is not None:
         config, line = settle(target)
         say(line)
@@ -306,6 +306,14 @@ def _run(
         say(f"best at {place}, {report.sentence}; to use it: --drafter {drafter} --set {option}={config.out}/best")
         return {"step": best["step"], **report.figures}
     return best
+
+
+def _precision(accelerator: Accelerator) -> str:
+    """The precision of the training, in words."""
+    if accelerator.mixed_precision != "bf16":
+        return "float32"
+    slow = not half_is_fast(accelerator.device)
+    return "bfloat16, which is slow here (loop.precision=auto takes float32 in a new run)" if slow else "bfloat16"
 
 
 def _free(config: TrainConfig) -> str:

@@ -416,6 +416,9 @@ def _chain(sizes: _Sizes) -> ChainConfig:
         raise ConfigError("tensor 'fc.weight' is missing, which joins the target's hidden states")
     if not fused:  # vLLM and SGLang pass over such a tensor
         sizes.drop("fc.weight")
+    for told, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        if fused and sizes.at_top(told) is True and not sizes.has(name):
+            raise ConfigError(f"tensor {name!r} is missing, and {told} in its config says that the head has it")
     norms = "whole" if sizes.has("input_norm.weight") else "each" if sizes.has("fc_norm.0.weight") else "none"
     return ChainConfig(
         **fields,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le, Lt
 from torch import nn
 
-from drafters.shared.norms import norm_weight
+from drafters.shared.target_weights import head_weight, norm_weight
 from drafters.shared.vocabulary import check_draft_tokens
 from drafters.shared.weights import WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.errors import ConfigError, shown
@@ -203,9 +203,7 @@ class Adapter(nn.Module):
                     parameter.copy_(drawn * 0 if name.startswith(("o_proj", "down_proj")) else drawn)
             self.norm.copy_(norm_weight(target))
             if self.head is not None:
-                head = target.head if self.draft_tokens is None else target.head_of(self.draft_tokens)
-                units = torch.eye(len(self.norm), dtype=target.dtype, device=target.head_device)
-                self.head.weight.copy_(head(units).T)  # the outputs for unit vectors are the weight's columns
+                self.head.weight.copy_(head_weight(target, self.draft_tokens))
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write weights and config, each to a temporary file first, so that a full disk leaves the earlier files whole.

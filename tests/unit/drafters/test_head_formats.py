@@ -251,6 +251,8 @@ WRONG: dict[str, tuple[Spoil, str]] = {
         lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
         r"names hidden layers \[0, 1, 2\], and eagle_config\.\S+, which .* names \[1, 2, 3\]; delete",
     ),
+    "norms that are not there": (lambda c, t: c.update(fc_norm=True), "'fc_norm.0.weight' is missing, and fc_norm in"),
+    "norm that is not there": (lambda c, t: c.update(norm_before_fc=True), "'input_norm.weight' is missing, and"),
     "fp8": (lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), "fc.weight .* its scales"),
     "vocabulary": (lambda c, t: t.update(t2d=torch.ones(64).bool()), "contradict|vocabulary"),
     "kind": (lambda c, t: c.update(speculators_model_type="eagle9"), "unknown speculators_model_type 'eagle9'"),

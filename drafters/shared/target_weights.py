@@ -1,4 +1,4 @@
-"""The weight of a target's last norm, with which new adapters and heads begin."""
+"""The weights of a target's last norm and head, with which new adapters and heads begin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from specdec.target import Target
 
-__all__ = ["norm_weight"]
+__all__ = ["head_weight", "norm_weight"]
 
 
 def norm_weight(target: Target) -> torch.Tensor:
@@ -19,4 +19,14 @@ def norm_weight(target: Target) -> torch.Tensor:
     signs = 1 - 2 * (torch.arange(size, device=target.head_device) % 2).to(target.dtype)
     plus, minus = target.norm(torch.stack((signs, -signs)))
     weight: torch.Tensor = (plus - minus) / 2 * signs
+    return weight
+
+
+def head_weight(target: Target, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    """[V, D] the weight of the head, or [d, D] of its rows for ``tokens`` [d], without a bias that it may add."""
+    head = target.head if tokens is None else target.head_of(tokens)
+    units = torch.eye(target.hidden_size, dtype=target.dtype, device=target.head_device)
+    weight: torch.Tensor = (
+        head(units) - head(torch.zeros_like(units[:1]))
+    ).T  # the columns are a unit vector's outputs
     return weight
