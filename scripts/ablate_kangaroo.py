@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ NEW, ROUNDS = 96, 3  # tokens of an answer, answers to a prompt
 class Together:
     """Several adapters as one trainable: the same target pass feeds them all."""
 
-    metric = "mean"
+    metric, judges = "mean", True
 
     def __init__(self, parts: dict[str, KangarooTraining], every: int) -> None:
         self.parts, self.every = parts, every
@@ -71,6 +72,9 @@ class Together:
     def evaluate(self) -> dict[str, float]:
         scores = {name: part.evaluate()["tokens_per_step"] for name, part in self.parts.items()}
         return {**scores, "mean": sum(scores.values()) / len(scores)}
+
+    def evaluation_seconds(self, clock: Callable[[], float]) -> float:
+        return sum(part.evaluation_seconds(clock) for part in self.parts.values())
 
     def save(self, folder: Path) -> None:
         for name, part in self.parts.items():

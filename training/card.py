@@ -1,4 +1,4 @@
-"""The model card of trained weights, and the identity of a training run."""
+"""The model card of trained weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,7 @@ import yaml
 from specdec.settings.files import write_text, writing
 from training.packing import Windows
 
-__all__ = ["CardText", "among", "command_line", "identity", "model_card", "write_card"]
-
-_PLACES = ("model", "data", "eval_data", "out", "features_folder", "text")  # hashes identify these better
-
-
-def identity(config: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that must not change when a run continues: ``weights``, which is their config with the target's
-    fingerprint, and all options of the training config except paths and intervals of writing.
-    """
-    options = {name: value for name, value in asdict(config).items() if name not in _PLACES}
-    options["loop"] |= {"wandb": "off", "log_every": 1, "save_every": 1}
-    return {**options, **weights}
+__all__ = ["CardText", "Report", "among", "command_line", "model_card", "write_card"]
 
 
 def command_line(words: Sequence[str] | None = None) -> str:
@@ -57,15 +46,46 @@ class CardText:
     note: str
 
 
-def model_card(text: CardText, config: Any, windows: Windows, lines: Sequence[Mapping[str, Any]]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was judged, and how.
+
+    Attributes:
+        chose: number of prompts that chose the best checkpoint.
+        others: number of other prompts that the figures are about; 0 where they are about those that chose it.
+        longest: tokens of the longest prompt.
+        figures: the best checkpoint's evaluation; empty where nothing was held out.
+        spread: standard error of tokens per step over the texts.
+    """
+
+    chose: int
+    others: int = 0
+    longest: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
+    spread: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        """Tokens per step, and on what, in words."""
+        if not self.chose:
+            return "not judged, as nothing was held out"
+        on = f"on {self.others} held-out texts, others than the {self.chose} that chose it"
+        if not self.others:
+            on = f"on the {self.chose} held-out texts that chose it, so on others it may be less"
+        return f"{self.figures['tokens_per_step']:.3f} tokens per step (standard error {self.spread:.3f}) {on}"
+
+
+def model_card(
+    text: CardText, config: Any, windows: Windows, lines: Sequence[Mapping[str, Any]], report: Report
+) -> str:
     """A Markdown card: what the weights are, how they were made, and their figures.
 
     Args:
         config: the training config, whose options end the card.
         windows: the training data.
         lines: lines of the training log.
+        report: what was judged.
     """
-    judged = config.evaluation
     steps = [line for line in lines if "loss" in line]
     tokens = sum(line["tokens"] for line in steps) / max(len(steps), 1) * (steps[-1]["step"] if steps else 0)
     options = asdict(config)
@@ -86,8 +106,9 @@ def model_card(text: CardText, config: Any, windows: Windows, lines: Sequence[Ma
 trained tokens, hash {windows.digest}.
 - Training: {begun}, about {tokens / 1e6:.1f} M tokens in {steps[-1]["seconds"] / 60 if steps else 0:.1f} minutes, \
 python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}.
-- Evaluation: {judged.prompts} held-out prompts of up to {judged.prompt} tokens, {judged.new} new tokens each, greedy. \
-{text.note}
+- Evaluation: {report.chose + report.others} held-out prompts of up to {report.longest} tokens, up to \
+{config.evaluation.new} new tokens each, greedy. {text.note}
+- Result: {report.sentence}.
 
 {_table(lines, steps, text.columns)}
 ```yaml

@@ -14,8 +14,11 @@ from torch import nn
 
 from specdec.errors import CheckpointError, ConfigError
 from specdec.settings.files import check_same_run, parse_json, replacing
+from training.identity import comparable
 
-__all__ = ["load_checkpoint", "precision_of", "save_checkpoint"]
+__all__ = ["load_checkpoint", "precision_of", "save_checkpoint", "state_of"]
+
+_NEW = ("held_out",)  # what runs of older versions do not tell
 
 
 def save_checkpoint(
@@ -57,7 +60,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: the file is not a checkpoint of this module.
-        ConfigError: the checkpoint is another run's; the message names the first difference.
+        ConfigError: the checkpoint is another run's; the message names the option that differs.
     """
     weights: dict[str, torch.Tensor] = {}
     moments: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimizers]
@@ -75,7 +78,8 @@ def load_checkpoint(
         if not isinstance(former, dict) or not isinstance(state, dict) or type(state.get("step")) is not int:
             raise ValueError("it does not say what run it is of, and how far that had come")
         remedy = "start the former command again to continue it, or choose another output folder"
-        check_same_run(path, former, json.loads(json.dumps(dict(run))), remedy)
+        known = {name: value for name, value in run.items() if name in former or name not in _NEW}
+        check_same_run(path, comparable(former, state.get("precision")), json.loads(json.dumps(known)), remedy)
         module.load_state_dict(weights)
         for optimizer, values in zip(optimizers, moments, strict=True):
             optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -88,11 +92,17 @@ def load_checkpoint(
     return dict(state)
 
 
-def precision_of(path: Path) -> str | None:
-    """The precision of a checkpoint's run; None where there is no checkpoint, or it cannot be read."""
+def state_of(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint; empty where there is no checkpoint, or it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            found = parse_json((file.metadata() or {})["state"])["precision"]
+            state = parse_json((file.metadata() or {})["state"])
     except (OSError, SafetensorError, LookupError, TypeError, ValueError):
-        return None  # loading it reports the error
+        return {}  # loading it reports the error
+    return state if isinstance(state, dict) else {}
+
+
+def precision_of(path: Path) -> str | None:
+    """The precision of a checkpoint's run; None where there is no checkpoint, or it cannot be read."""
+    found = state_of(path).get("precision")
     return found if found in ("no", "bf16") else None

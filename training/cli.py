@@ -37,12 +37,19 @@ def train(
     ] = None,
     out: Annotated[str | None, typer.Option(help="Output folder instead of the file's.")] = None,
     wandb: Annotated[str | None, typer.Option(help="off, offline or online.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell how many hours it will take.")] = False,
 ) -> None:
     """Train a drafter; the same command again continues a run that was interrupted."""
     module: Any = importlib.import_module(f"training.{check_choice('trainable drafter', drafter, TRAINABLE)}")
     own = {"data": data, "out": out, "loop": wandb and {"wandb": wandb}}
     values = {**given.values, **{name: value for name, value in own.items() if value}}
-    module.run(resolve(module.Config, replace(given, values=values), where=f"train {drafter}"))
+    given, where = replace(given, values=values), f"train {drafter}"
+    more: dict[str, Any] = {}
+    if drafter == "kangaroo" and given.file is None:
+        from training.choice import settling
+
+        more["settle"] = settling(module.Config, given, where)
+    module.run(resolve(module.Config, given, where=where), dry_run=dry_run, **more)
 
 
 def convert(
@@ -76,6 +83,8 @@ def convert(
 
         export(source, out, drafter, target, layout=to, verifier=verifier or str(model))
         typer.echo(f"wrote {out}, in the layout of {to}")
+        if to == "eagle3":
+            typer.echo("it is for SGLang, never for vLLM, which would read each layer one early: take --to speculators")
         return
     if drafter == "mtp":
         from drafters.heads.mtp import convert_mtp

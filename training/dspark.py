@@ -288,13 +288,13 @@ def new_head(
     return head
 
 
-def run(config: Config) -> dict[str, float]:
+def run(config: Config, *, dry_run: bool = False) -> dict[str, float]:
     """Train a head; see :func:`training.run.run_training`."""
 
-    def make(target: TransformersTarget, counts: torch.Tensor) -> TrainedBlock:
+    def make(config: Config, target: TransformersTarget, counts: torch.Tensor) -> TrainedBlock:
         if config.start is not None:
             head: TrainedBlock = started_head(TrainedBlock, config.start, "dflash", "dspark", target)
             return head
         return new_head(config.head, target, counts=counts, seed=config.loop.seed)
 
-    return run_training(config, "dflash.head", make, DSparkTraining)
+    return run_training(config, "dflash.head", make, DSparkTraining, dry_run=dry_run)

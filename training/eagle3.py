@@ -141,6 +141,7 @@ class Eagle3Training(HeadTraining):
 
     config: Config
     head: TrainedChain
+    least = 2
 
     def __init__(
         self, head: TrainedChain, target: TransformersTarget, texts: Sequence[Written], config: Config
@@ -152,7 +153,7 @@ class Eagle3Training(HeadTraining):
         features, states = self.read(batch)
         with torch.no_grad():
             wanted = self.frozen.head(states).float()
-        chains = followed(batch, self.config.depth)
+        chains = [chain for chain in followed(batch, self.config.depth) if len(chain[0])]  # short answers have few
         rows = [batch.targets[kept] for kept, _ in chains]
         guesses = module(features, self.embedded(batch.tokens), batch.positions, batch.documents, rows)
         total = states.new_zeros((), dtype=torch.float32)
@@ -254,10 +255,10 @@ def new_head(
     return head
 
 
-def run(config: Config) -> dict[str, float]:
+def run(config: Config, *, dry_run: bool = False) -> dict[str, float]:
     """Train a head; see :func:`training.run.run_training`."""
 
-    def make(target: TransformersTarget, counts: torch.Tensor) -> TrainedChain:
+    def make(config: Config, target: TransformersTarget, counts: torch.Tensor) -> TrainedChain:
         if config.start is not None:
             head: TrainedChain = started_head(
                 lambda own: TrainedChain(own, len(own.taps)), config.start, "eagle", "eagle3", target
@@ -265,4 +266,4 @@ def run(config: Config) -> dict[str, float]:
             return head
         return new_head(config.head, target, counts=counts, depth=config.judged_depth, seed=config.loop.seed)
 
-    return run_training(config, "eagle.head", make, Eagle3Training)
+    return run_training(config, "eagle.head", make, Eagle3Training, dry_run=dry_run)

@@ -23,7 +23,8 @@ from specdec.models.transformers_target import TransformersTarget
 __all__ = ["LAYOUTS", "export"]
 
 LAYOUTS = ("speculators", "eagle3")
-"""``speculators`` is the package's layout, which vLLM reads; ``eagle3`` is EAGLE-3's authors', which SGLang reads."""
+"""``speculators`` is the package's layout, which vLLM reads; ``eagle3`` is EAGLE-3's authors', which SGLang reads. The
+latter is never for vLLM, which would read each hidden state one layer early."""
 
 _CLASSES = {
     "eagle3": "Eagle3Speculator",
@@ -127,6 +128,7 @@ def _layers(config: HeadConfig, kind: str) -> dict[str, Any]:
         "max_position_embeddings": config.positions,
         "rope_parameters": dict(config.rope),
         "rope_theta": config.rope.get("rope_theta", 10000.0),
+        "rope_scaling": _scaling(config.rope),
         "attention_bias": config.attention_bias,
         "tie_word_embeddings": False,
     }
@@ -136,6 +138,13 @@ def _layers(config: HeadConfig, kind: str) -> dict[str, Any]:
         values["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.windows]
         values |= {"sliding_window": max(config.windows), "use_sliding_window": True}
     return values
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The rotary positions as transformers 4 spells them, beside ``rope_theta``; None where they are not scaled."""
+    if rope.get("rope_type", "default") == "default":
+        return None
+    return {name: value for name, value in rope.items() if name != "rope_theta"}
 
 
 def _speculators(config: HeadConfig, target: TransformersTarget, verifier: str) -> dict[str, Any]:
@@ -213,6 +222,8 @@ def _authors(
         "num_target_layers": target.num_layers,
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
+        "norm_before_fc": config.norm_inputs == "whole",
+        "fc_norm": config.norm_inputs == "each",
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps],
             "use_aux_hidden_state": True,

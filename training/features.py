@@ -19,6 +19,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.files import replacing, writing
 from specdec.step.block import Block
 from specdec.target import FINAL
+from training.loop_config import half_is_fast
 from training.packing import Batch
 
 __all__ = ["FrozenTarget"]
@@ -54,9 +55,14 @@ class FrozenTarget:
         self._identity = f"{fingerprint(target)} {target.dtype} {target.runner.name} {self._taps}" if folder else ""
         self._slabs: list[torch.Tensor] = []  # [windows, taps, L, D]
         self._places: dict[int, int] = {}  # number of a window -> its index in the slabs
+        self._texts: dict[bytes, torch.Tensor] = {}  # tokens of a text that is no window -> its features
         # A product with gradients, in its input's dtype.
         self._heads: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {}
         target.model.requires_grad_(False)
+
+    def bytes_of(self, windows: int, length: int) -> int:
+        """The bytes of the features of windows of some length."""
+        return windows * length * len(self._taps) * self.target.hidden_size * self.target.dtype.itemsize
 
     @torch.no_grad()
     def read(self, batch: Batch) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
@@ -69,9 +75,14 @@ class FrozenTarget:
         return dict(zip(self._taps, features, strict=False)), states.flatten(0, 1)[batch.targets]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits [..., V], or [..., d] of the draft vocabulary, for states behind a last norm."""
+        """The target's logits [..., V], or [..., d] of the draft vocabulary, for states behind a last norm.
+
+        They are in float32 where the device is slow in half precision.
+        """
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        if dtype.itemsize < 4 and not torch.is_autocast_enabled(kind) and not half_is_fast(hidden.device):
+            dtype = torch.float32
         if dtype not in self._heads:
             self._heads[dtype] = self.target.head_of(self.draft_tokens, dtype=dtype)
         return self._heads[dtype](hidden.to(dtype))
@@ -80,16 +91,29 @@ class FrozenTarget:
         """[taps, L, D] the features of one window."""
         if self._folder is not None:
             return self._stored(self._folder, tokens, documents)
+        if number < 0:
+            return self._text(tokens, documents)
         place = self._places.get(number)
         if place is not None:
             return self._slabs[place // _SLAB][place % _SLAB]
         features, place = self._computed(tokens, documents), len(self._places)
         left = self._keep // features.nbytes - place
-        if number >= 0 and left > 0:
+        if left > 0:
             if place % _SLAB == 0:
                 self._slabs.append(features.new_empty(min(_SLAB, left), *features.shape))
             self._slabs[-1][place % _SLAB] = features
             self._places[number] = place
+        return features
+
+    def _text(self, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        """The features of a text that is no window, which each evaluation reads."""
+        key = tokens.cpu().numpy().tobytes()
+        if key in self._texts:
+            return self._texts[key]
+        features = self._computed(tokens, documents)
+        if self._keep - sum(slab.nbytes for slab in self._slabs) >= features.nbytes:
+            self._texts[key] = features
+            self._keep -= features.nbytes
         return features
 
     def _stored(self, folder: Path, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:

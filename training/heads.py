@@ -16,6 +16,7 @@ from drafters.heads.loading import load_head
 from drafters.heads.weights import HeadWeights
 from drafters.kangaroo.adapter import fitting_heads
 from drafters.shared.fingerprint import fingerprint
+from drafters.shared.target_weights import head_weight, norm_weight
 from drafters.shared.vocabulary import most_frequent, number_in
 from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
@@ -146,19 +147,15 @@ def begun(head: Any, target: TransformersTarget, counts: torch.Tensor | None, se
     the target's matrix, if the head has its own. The most frequent tokens in ``counts`` [V] are its draft vocabulary.
     """
     generator, config = torch.Generator().manual_seed(seed), head.config
-    width = config.width
     if head.draft_tokens is not None and counts is not None:
         head.draft_tokens.copy_(most_frequent(counts, config.draft_vocab))
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
-        ones = torch.ones(1, width, dtype=target.dtype, device=target.head_device)
-        head.norm.weight.copy_(_UNSURE * target.norm(ones)[0])  # the norm of ones is its weight
+        head.norm.weight.copy_(_UNSURE * norm_weight(target))
         if config.own_head:
-            matrix = target.head if head.draft_tokens is None else target.head_of(head.draft_tokens)
-            units = torch.eye(width, dtype=target.dtype, device=target.head_device)
-            head.lm_head.weight.copy_(matrix(units).T)  # the outputs for unit vectors are the weight's columns
+            head.lm_head.weight.copy_(head_weight(target, head.draft_tokens))
     return head
 
 

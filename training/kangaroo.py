@@ -17,6 +17,7 @@ from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
 from training.acceptance import Tally, Written
 from training.card import CardText, among
+from training.choice import Settle
 from training.losses import soft_loss
 from training.packing import Batch
 from training.run import DrafterTraining, LabelConfig, parameters_of, run_training, started
@@ -156,12 +157,12 @@ def new_adapter(
     return adapter
 
 
-def run(config: Config) -> dict[str, float]:
+def run(config: Config, *, dry_run: bool = False, settle: Settle | None = None) -> dict[str, float]:
     """Train an adapter; see :func:`training.run.run_training`."""
 
-    def make(target: TransformersTarget, counts: torch.Tensor) -> Any:
+    def make(config: Config, target: TransformersTarget, counts: torch.Tensor) -> Any:
         if config.start is not None:
             return started(Adapter, config.start, target, "kangaroo")
         return new_adapter(config.adapter, target, counts=counts, seed=config.loop.seed)
 
-    return run_training(config, "kangaroo.adapter", make, KangarooTraining)
+    return run_training(config, "kangaroo.adapter", make, KangarooTraining, dry_run=dry_run, settle=settle)

@@ -9,123 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import parse_flag_from_env
-from annotated_types import Ge, Gt, Le, Lt
+from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
 from specdec.errors import NumericalError, pip_line
-from specdec.settings.validation import AtLeast1, check_fields
-from training.checkpoint import load_checkpoint, save_checkpoint
+from training.checkpoint import load_checkpoint, save_checkpoint, state_of
+from training.interrupt import Stop
+from training.judging import Trainable, evaluated, judged_anew
 from training.log import TrainingLog
+from training.loop_config import LoopConfig, fast_dtype, half_is_fast, new_accelerator
+from training.muon import Muon
 from training.packing import Batch, Windows
 
 __all__ = ["LoopConfig", "Trainable", "expected_seconds", "half_is_fast", "new_accelerator", "rows_of", "train"]
-
-Count = Annotated[int, Ge(1), Le(65_536), "an integer from 1 to 65536"]  # windows of a forward, forwards of a step
-Share = Annotated[float, Ge(0), Le(1), "a number in [0, 1]"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopConfig:
-    """The options of the loop.
-
-    Attributes:
-        epochs: passes over the data, where ``steps`` is 0.
-        steps: optimizer steps; 0 computes them from ``epochs``.
-        batch: windows in a forward of one process.
-        accumulate: forwards in an optimizer step.
-        optimizer: ``adamw``; or ``muon`` for matrices, scaled to AdamW's learning rates, with AdamW for all else.
-        lr: peak learning rate.
-        warmup: share of the steps in which the learning rate rises linearly.
-        decay: share of the steps in which it falls linearly to zero.
-        clip: bound of the gradient's norm; 0 for none.
-        precision: dtype of the computation, ``no`` for float32 or ``bf16``; ``auto`` takes ``bf16`` where the device is
-            fast in it. Weights stay in float32.
-        seed: seed of the windows' order and of the initial weights.
-        eval_every, save_every, log_every: intervals in steps; the last step always does all three.
-        wandb: ``off``, ``offline`` (used where installed) or ``online``.
-    """
-
-    epochs: Annotated[float, Gt(0), Lt(math.inf), "a finite number > 0"] = 1.0
-    steps: Annotated[int, Ge(0), "an integer >= 0, where 0 follows from epochs"] = 0
-    batch: Count = 8
-    accumulate: Count = 1
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    lr: Annotated[float, Gt(0), Lt(math.inf), "a finite number > 0"] = 1e-3
-    warmup: Share = 0.03
-    decay: Share = 0.97
-    clip: Annotated[float, Ge(0), "a number >= 0, where 0 is off"] = 1.0
-    precision: Literal["auto", "no", "bf16"] = "auto"
-    seed: Annotated[int, Ge(0), Lt(2**63), "an integer in [0, 2^63)"] = 0
-    eval_every: AtLeast1 = 200
-    save_every: AtLeast1 = 100
-    log_every: AtLeast1 = 10
-    wandb: Literal["off", "offline", "online"] = "offline"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "loop.")
-
-
-class Trainable(Protocol):
-    """The interface of a drafter's training; the loop does the rest.
-
-    Attributes:
-        module: the module whose parameters with gradients are trained.
-        metric: name of the figure of ``evaluate`` that chooses the best checkpoint, the largest value.
-    """
-
-    module: nn.Module
-    metric: str
-
-    def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss *summed* over ``batch.targets``; ``module`` is the trained module, perhaps wrapped by accelerate."""
-
-    def evaluate(self) -> dict[str, float]:
-        """Figures on held-out data, by name."""
-
-    def save(self, folder: Path) -> None:
-        """Write the module's weights for use."""
-
-
-@cache
-def half_is_fast(device: torch.device) -> bool:
-    """Whether bfloat16 products are as fast as float32 products on the device; a CPU's are timed once.
-
-    A checkpoint's dtype does not tell: a CPU without bfloat16 instructions takes ten times as long for them.
-    """
-    if device.type != "cpu":
-        return device.type != "cuda" or torch.cuda.is_bf16_supported()
-    return _seconds(torch.bfloat16) <= _seconds(torch.float32)
-
-
-def _seconds(dtype: torch.dtype) -> float:
-    """The least time of several products, in seconds, after one that is not counted."""
-    matrix = torch.ones(512, 512, dtype=dtype)
-    times = []
-    for _ in range(4):
-        began = perf_counter()
-        matrix @ matrix
-        times.append(perf_counter() - began)
-    return min(times[1:])
-
-
-def new_accelerator(config: LoopConfig) -> Accelerator:
-    """The accelerator for the devices: one CPU or GPU, or as many as ``accelerate launch`` has started."""
-    if config.precision != "auto":
-        return Accelerator(mixed_precision=config.precision)
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # the first state is shared by all later ones
-    return Accelerator(mixed_precision="bf16" if half_is_fast(state.device) else "no")
 
 
 def train(
@@ -136,6 +40,9 @@ def train(
     folder: Path,
     *,
     run: Mapping[str, Any],
+    judging: str = "",
+    stop: Stop | None = None,
+    dry_run: bool = False,
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint in ``folder``, if there is one.
 
@@ -143,11 +50,15 @@ def train(
 
     Args:
         run: JSON values that identify this run; another run's checkpoint is refused.
+        judging: what ``evaluate`` does, in words; where a checkpoint's best was judged otherwise, it is judged anew.
+        stop: asks for the end after a step; None is never asked.
+        dry_run: only tell how long the run is expected to take.
 
     Returns:
         The evaluation of the best checkpoint, and its ``step``.
 
     Raises:
+        KeyboardInterrupt, SystemExit: ``stop`` asked for the end, and the checkpoint is written.
         NumericalError: the loss or the gradient is NaN or infinite; the message names the batch, and its step is not
             taken.
         CheckpointError: a checkpoint cannot be read or written.
@@ -156,21 +67,26 @@ def train(
         config.epochs * len(windows) / (config.batch * config.accumulate * accelerator.num_processes)
     )
     run = {**run, "data": windows.digest, "steps": steps, "processes": accelerator.num_processes}
-    path = folder / "checkpoint.safetensors"
-    optimizers = _optimizers(trainable.module, config)
+    path, stop = folder / "checkpoint.safetensors", stop or Stop()
+    former = state_of(path).get("products")
+    products = former if former in ("float32", "bfloat16") else fast_dtype(accelerator.device)
+    optimizers = _optimizers(trainable.module, config, getattr(torch, products))
     state: dict[str, Any] = {"step": 0, "best": None, "seconds": 0.0}
     trainable.module.to(accelerator.device)
     if path.exists():
         state = load_checkpoint(path, trainable.module, optimizers, run=run)
+        stop.kept = f"the checkpoint after step {state['step']} is in {str(folder)!r}"
     main = accelerator.is_main_process
-    if (left := steps - state["step"]) > 0:
-        hours = expected_seconds(trainable, windows, config, accelerator, left) / 3600
-        accelerator.print(f"{left:,} steps are expected to take {hours:.2f} hours here, besides evaluation")
+    if main and not dry_run and state["best"] and state.get("judging") != judging and trainable.judges:
+        state["best"] = judged_anew(trainable, folder / "best", state["best"])
+    _tell_hours(trainable, windows, config, accelerator, state["step"], steps)
+    if dry_run:
+        return {}
     training = _Training(trainable, windows, config, accelerator, optimizers)
     log = TrainingLog(folder, state["step"], wandb=config.wandb, config=dict(run)) if main else None
     bar = tqdm(total=steps, initial=state["step"], unit="step", disable=not main, mininterval=1.0)
     began, tokens = perf_counter() - state["seconds"], 0.0
-    start = perf_counter()
+    start, stop.stepping = perf_counter(), True
     for step in range(state["step"], steps):
         rate = config.lr * rate_at(step, steps, config)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -178,8 +94,8 @@ def train(
         figures = training.step(step)
         done = step + 1
         last = done == steps
-        state = {"step": done, "best": state["best"], "seconds": perf_counter() - began}
-        state["precision"] = accelerator.mixed_precision
+        state = {"step": done, "best": state["best"], "seconds": perf_counter() - began, "judging": judging}
+        state |= {"precision": accelerator.mixed_precision, "products": products}
         bar.update()
         tokens += figures["tokens"]
         speed = tokens / max(perf_counter() - start, 1e-9)
@@ -188,16 +104,38 @@ def train(
             log.write(step=done, lr=rate, **figures, seconds=round(state["seconds"], 2))
         if last or done % config.eval_every == 0:
             if log is not None:
-                state["best"] = training.evaluate(folder, done, state["best"], log, bar)
+                state["best"] = training.evaluate(folder, done, state["best"], log, bar, last)
             accelerator.wait_for_everyone()
-        if main and (last or done % config.save_every == 0):
+        ends = training.asked(stop) and not last
+        if main and (last or ends or done % config.save_every == 0):
             save_checkpoint(path, trainable.module, optimizers, state=state, run=run)
+            stop.kept = f"the checkpoint after step {done} of {steps} is in {str(folder)!r}"
+        if ends:
+            bar.close()
+            accelerator.wait_for_everyone()
+            raise stop.end()
+    stop.stepping = False
     bar.close()
     if log is not None:
         trainable.save(folder / "last")
         if not log.close():
             accelerator.print(f"loss.png needs matplotlib: {pip_line('train')}, then start the same command again")
     return dict(state["best"] or {})
+
+
+def _tell_hours(
+    trainable: Trainable, windows: Windows, config: LoopConfig, accelerator: Accelerator, step: int, steps: int
+) -> None:
+    """Print how long the steps behind ``step`` are expected to take."""
+    if (left := steps - step) > 0:
+        seconds = expected_seconds(trainable, windows, config, accelerator, left)
+        seconds += _evaluations(step, steps, config) * trainable.evaluation_seconds(perf_counter)
+        accelerator.print(f"{left:,} steps are expected to take {seconds / 3600:.2f} hours here, with evaluation")
+
+
+def _evaluations(step: int, steps: int, config: LoopConfig) -> int:
+    """The number of evaluations behind a step."""
+    return steps // config.eval_every - step // config.eval_every + (steps % config.eval_every > 0)
 
 
 def rows_of(step: int, config: LoopConfig, windows: int, rank: int, processes: int) -> list[npt.NDArray[np.int64]]:
@@ -226,7 +164,7 @@ def expected_seconds(
     steps: int,
     clock: Callable[[], float] = perf_counter,
 ) -> float:
-    """The expected seconds of all steps without evaluation, from a few forwards and backwards that change nothing.
+    """The expected seconds of all steps without evaluation, from a few forwards, backwards and updates of a copy.
 
     Each batch is timed twice: a shorter second time shows that features are kept, and so computed once per window.
     """
@@ -236,16 +174,34 @@ def expected_seconds(
     for rows in (firsts[0], firsts[1], firsts[1]):  # the first one is a warm-up
         began = clock()
         with accelerator.autocast():
-            loss = trainable.loss(trainable.module, windows.at(rows).to(accelerator.device))
+            loss = _loss(trainable, trainable.module, windows.at(rows).to(accelerator.device))
         loss.backward()
         loss.item()  # waits for the device
         times.append(clock() - began)
+    update = _update_seconds(trainable.module, config, clock)
     for parameter in trainable.module.parameters():
         parameter.grad = None
     _, once, again = times
     forwards = steps * config.accumulate
     fresh = min(forwards, math.ceil(count / (each * accelerator.num_processes)))
-    return forwards * again + fresh * max(once - again, 0.0)
+    return steps * update + forwards * again + fresh * max(once - again, 0.0)
+
+
+def _update_seconds(module: nn.Module, config: LoopConfig, clock: Callable[[], float]) -> float:
+    """The seconds of an update by the optimizers, of copies of the parameters with their gradients."""
+    copies = nn.ParameterList()
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            copies.append(nn.Parameter(parameter.detach().clone()))
+            copies[-1].grad = parameter.grad
+    times = []
+    for optimizer in 2 * _optimizers(copies, config):  # the first update makes the state
+        began = clock()
+        optimizer.step()
+        if copies and copies[0].device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(clock() - began)
+    return sum(times[len(times) // 2 :])
 
 
 def rate_at(step: int, steps: int, config: LoopConfig) -> float:
@@ -255,16 +211,26 @@ def rate_at(step: int, steps: int, config: LoopConfig) -> float:
     return min(1.0, (step + 1) / warm, (steps - step) / cool)
 
 
-def _optimizers(module: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
+def _optimizers(
+    module: nn.Module, config: LoopConfig, products: torch.dtype | None = None
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of a module's parameters; ``products`` is the dtype of Muon's, None that which is fast here."""
     learnt = [p for p in module.parameters() if p.requires_grad]
     matrices, rest = [p for p in learnt if p.ndim >= 2], [p for p in learnt if p.ndim < 2]
     made: list[torch.optim.Optimizer] = []
     if matrices and config.optimizer == "muon":
-        made.append(torch.optim.Muon(matrices, lr=config.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+        dtype = products or getattr(torch, fast_dtype(matrices[0].device))
+        made.append(Muon(matrices, config.lr, dtype=dtype))
         learnt = rest
     if learnt:
         made.append(torch.optim.AdamW(learnt, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0))
     return made
+
+
+def _loss(trainable: Trainable, module: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of a batch, with a gradient of zero where the batch has nothing to learn from."""
+    loss = trainable.loss(module, batch)
+    return loss if loss.requires_grad else loss + 0 * sum(p.sum() for p in module.parameters() if p.requires_grad)
 
 
 class _Training:
@@ -292,7 +258,7 @@ class _Training:
         for number, batch in enumerate(batches):
             waits = number < len(batches) - 1  # only the last forward exchanges gradients between processes
             with accelerator.no_sync(self._module) if waits else nullcontext(), accelerator.autocast():
-                loss = self._trainable.loss(self._module, batch) / count
+                loss = _loss(self._trainable, self._module, batch) / count
                 # Processes average their gradients, but the loss is a sum over all of them.
                 accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()
@@ -310,14 +276,23 @@ class _Training:
             )
         return {"loss": value, "grad_norm": norm, "tokens": count}
 
+    def asked(self, stop: Stop) -> bool:
+        """Whether the end was asked for in some process; all get the same answer."""
+        if self._accelerator.num_processes == 1:
+            return stop.signal != 0
+        asked = torch.tensor(float(stop.signal != 0), device=self._accelerator.device)
+        return float(self._accelerator.reduce(asked, "sum")) > 0
+
     def evaluate(
-        self, folder: Path, step: int, best: dict[str, float] | None, log: TrainingLog, bar: Any
-    ) -> dict[str, float]:
+        self, folder: Path, step: int, best: dict[str, float] | None, log: TrainingLog, bar: Any, last: bool
+    ) -> dict[str, float] | None:
         """Evaluate, and save the module if it is the best so far; returns the best evaluation so far."""
         trainable = self._trainable
-        trainable.module.eval()
-        figures = trainable.evaluate()
-        trainable.module.train()
+        if not trainable.judges:
+            if last:
+                trainable.save(folder / "best")
+            return {"step": step} if last else None
+        figures = evaluated(trainable)
         log.write(step=step, **figures)
         bar.write(f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
         if best is None or figures[trainable.metric] > best[trainable.metric]:

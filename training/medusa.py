@@ -68,6 +68,7 @@ class MedusaTraining(DrafterTraining):
     """The training of Medusa's heads."""
 
     config: Config
+    least = 2
 
     def __init__(
         self, heads: MedusaHeads, target: TransformersTarget, texts: Sequence[Written], config: Config
@@ -216,12 +217,12 @@ def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
     return heads
 
 
-def run(config: Config) -> dict[str, float]:
+def run(config: Config, *, dry_run: bool = False) -> dict[str, float]:
     """Train heads; see :func:`training.run.run_training`."""
 
-    def make(target: TransformersTarget, counts: torch.Tensor) -> MedusaHeads:
+    def make(config: Config, target: TransformersTarget, counts: torch.Tensor) -> MedusaHeads:
         if config.start is not None:
             return started_heads(config, target)
         return new_heads(config.heads, target, counts=counts)
 
-    return run_training(config, "medusa.heads", make, MedusaTraining)
+    return run_training(config, "medusa.heads", make, MedusaTraining, dry_run=dry_run)

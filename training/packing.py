@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from training.data import Sample
+from training.split import Sample
 
 __all__ = ["Batch", "Windows", "pack"]
 
@@ -76,6 +76,15 @@ class Windows:
         hashed = hashlib.sha256(self._tokens.tobytes())
         hashed.update(np.packbits(self._trained).tobytes())
         return hashed.hexdigest()[:16]
+
+    @property
+    def longest(self) -> int:
+        """The most trained tokens in a row that have a token before them in their piece of text."""
+        longest, run = 0, np.zeros(len(self), dtype=np.int64)
+        for learnt, starts in zip(self._trained.T[1:], self._starts.T[1:], strict=True):
+            run = np.where(learnt & ~starts, run + 1, 0)
+            longest = max(longest, int(run.max(initial=0)))
+        return longest
 
     def at(self, rows: npt.NDArray[np.int64], step: int = 0) -> Batch:
         """The batch of these windows, for a step of a run."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,14 +24,19 @@ from specdec.models.tokenizer import load_tokenizer
 from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.files import check_place, held_folder
 from specdec.settings.validation import check_fields
-from training.acceptance import EvalConfig, Written, continued_texts
-from training.card import identity, model_card, write_card
+from training.acceptance import EvalConfig, Written, continued_texts, judged_samples, standard_error
+from training.card import Report, model_card, write_card
 from training.checkpoint import precision_of
+from training.choice import OPTIONS, Settle, keep_options
 from training.data import TextConfig, load_samples
 from training.features import FrozenTarget
+from training.identity import identity, judging
+from training.interrupt import Stop, stopping
+from training.judging import load_weights
 from training.log import read_log
 from training.loop import LoopConfig, half_is_fast, new_accelerator, train
 from training.packing import Batch, pack
+from training.split import Sample, digest_of_samples, prompt_of, prompts_in
 
 __all__ = ["DrafterTraining", "LabelConfig", "TrainConfig", "frozen_target", "parameters_of", "run_training", "started"]
 
@@ -127,9 +133,12 @@ class LabelConfig(TrainConfig):
 
 
 class DrafterTraining:
-    """A drafter's module, its frozen target and its evaluation texts; see :class:`training.loop.Trainable`.
+    """A drafter's module, its frozen target and its evaluation texts; see :class:`training.judging.Trainable`.
 
     Subclasses add ``loss``, ``evaluate`` and ``card``, a :class:`training.card.CardText`.
+
+    Attributes:
+        least: trained tokens in a row from which on there is a loss.
 
     Args:
         module: the trained module; it has ``draft_tokens``, a dataclass ``config`` and ``save_pretrained``.
@@ -140,6 +149,7 @@ class DrafterTraining:
     """
 
     metric = "tokens_per_step"
+    least = 1
 
     def __init__(
         self,
@@ -153,6 +163,49 @@ class DrafterTraining:
         keep = int(config.keep_features * 2**30)
         folder = None if config.features_folder is None else Path(config.features_folder)
         self.frozen = FrozenTarget(target, layers, draft_tokens=module.draft_tokens, keep=keep, folder=folder)
+
+    @property
+    def judges(self) -> bool:
+        """Whether there are texts to judge by."""
+        return bool(self.texts)
+
+    def evaluation_seconds(self, clock: Callable[[], float]) -> float:
+        """The expected seconds of an evaluation, by that of one text."""
+        if not self.texts:
+            return 0.0
+        texts, self.texts = self.texts, self.texts[:1]
+        try:
+            began = clock()
+            self.evaluate()
+            return (clock() - began) * len(texts)
+        finally:
+            self.texts = texts
+
+    def report(self, folder: Path, best: Mapping[str, float], others: Sequence[Written]) -> Report:
+        """Judge the weights in a folder by other texts than those that chose them, if there are some."""
+        chose, texts = len(self.texts), others or self.texts
+        if not texts:
+            return Report(chose=0)
+        load_weights(self.module, folder)
+        self.module.eval()
+        self.texts = texts
+        figures = self.evaluate() if others else {name: value for name, value in best.items() if name != "step"}
+        new, steps = [], []
+        for text in texts:
+            self.texts = [text]
+            new.append(len(text.tokens) - text.prompt)
+            steps.append(new[-1] / self.evaluate()[self.metric])
+        return Report(
+            chose=chose,
+            others=len(others),
+            longest=max(text.prompt for text in texts),
+            figures=figures,
+            spread=standard_error(new, steps),
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """See :class:`training.judging.Trainable`."""
+        raise NotImplementedError
 
     def batch_of(self, text: Written, first: int, end: int) -> Batch:
         """A batch of one text, whose targets are the positions [first, end)."""
@@ -168,16 +221,21 @@ class DrafterTraining:
 def run_training(
     config: TrainConfig,
     option: str,
-    make: Callable[[TransformersTarget, torch.Tensor], Any],
+    make: Callable[[Any, TransformersTarget, torch.Tensor], Any],
     kind: Any,
+    *,
+    dry_run: bool = False,
+    settle: Settle | None = None,
 ) -> dict[str, float]:
-    """Train as a config says; returns the best checkpoint's evaluation.
+    """Train as a config says; returns the best checkpoint's step and evaluation.
 
     Args:
         config: the run's config.
         option: name of the drafter's option for the weights' folder, such as ``medusa.heads``.
-        make: makes the module to train from the target and [V] counts of the data's tokens.
+        make: makes the module to train from the config, the target and [V] counts of the data's tokens.
         kind: class of :class:`DrafterTraining` that trains it.
+        dry_run: only tell how long the run is expected to take, and write nothing.
+        settle: completes the config once the target is known.
 
     Raises:
         SpecdecError: an error of the config, the data, the model or the disk; see the parts.
@@ -188,39 +246,93 @@ def run_training(
     if loop.precision == "auto" and former is not None:  # a new timing could choose another precision
         loop = replace(loop, precision=former)
     accelerator = new_accelerator(loop)
-    with held_folder(out) if accelerator.is_main_process else nullcontext():
-        return _run(config, option, make, kind, accelerator, out)
+    main = accelerator.is_main_process
+    with held_folder(out) if main and not dry_run else nullcontext(), stopping(main) as stop:
+        return _run(config, option, make, kind, accelerator, out, stop, dry_run, settle)
 
 
 def _run(
     config: TrainConfig,
     option: str,
-    make: Callable[[TransformersTarget, torch.Tensor], Any],
+    make: Callable[[Any, TransformersTarget, torch.Tensor], Any],
     kind: Any,
     accelerator: Accelerator,
     out: Path,
+    stop: Stop,
+    dry_run: bool,
+    settle: Settle | None,
 ) -> dict[str, float]:
-    say = accelerator.print
+    say, main = accelerator.print, accelerator.is_main_process
     target, why = frozen_target(config, accelerator.device)
-    say(f"{why}; the drafter's in {'bfloat16' if accelerator.mixed_precision == 'bf16' else 'float32'}")
+    say(f"{why}; the drafter's in {_precision(accelerator)}")
+    if settle is not None:
+        config, line = settle(target)
+        say(line)
+    if main and not dry_run and not (out / OPTIONS).exists():
+        keep_options(config, out)
     tokenizer = load_tokenizer(config.model)
     learnt, held = load_samples(
         config.data, config.eval_data, config.text, tokenizer, say, vocab_size=target.vocab_size
     )
-    module = make(target, token_counts((sample.tokens for sample in learnt), target.vocab_size))
+    module = make(config, target, token_counts((sample.tokens for sample in learnt), target.vocab_size))
     windows = pack(learnt, config.text.length)
-    part = kind(module, target, continued_texts(Engine(target), held, config.evaluation), config)
+    if windows.longest < kind.least:
+        raise ConfigError(
+            f"no answer of the data has more than {windows.longest} trained tokens in a row, and {option} learns from "
+            f"{kind.least}; give longer answers, or train kangaroo, which learns from each token"
+        )
+    chosen, others = judged_samples(held, config.evaluation)
+    written = _Written(Engine(target), config.evaluation, out if main and not dry_run else None, stop)
+    part = kind(module, target, written(chosen[:2] if dry_run else chosen), config)
     text = part.card()
     say(
-        f"{len(learnt)} samples, {len(held)} held out; {len(windows)} windows of {windows.length} tokens, "
-        f"{windows.trained} trained; {text.about}"
+        f"{len(learnt)} samples, {len(held)} held out ({len(prompts_in(held))} prompts, of which {len(chosen)} choose "
+        f"the best weights); {len(windows)} windows of {windows.length} tokens, {windows.trained} trained; {text.about}"
     )
-    drafter, _, weights = option.partition(".")
-    best = train(part, windows, config.loop, accelerator, out, run=identity(config, {weights: asdict(module.config)}))
-    if accelerator.is_main_process:
-        write_card(out / "best", model_card(text, config, windows, read_log(out / "log.jsonl")))
+    if config.features_folder is not None:
+        size = part.frozen.bytes_of(len(windows), windows.length) / 2**30
         say(
-            f"best at step {best['step']:.0f}, {best['tokens_per_step']:.3f} tokens per step; to use it: "
-            f"--drafter {drafter} --set {option}={config.out}/best"
+            f"features of all windows take {size:.2f} GiB in {config.features_folder!r}, which has {_free(config)} free"
         )
+    drafter, _, weights = option.partition(".")
+    run = identity(config, {weights: asdict(module.config)}, accelerator.mixed_precision)
+    run["held_out"] = digest_of_samples(held)
+    told = {"run": run, "judging": judging(config), "stop": stop, "dry_run": dry_run}
+    best = train(part, windows, config.loop, accelerator, out, **told)
+    if main and not dry_run:
+        place = f"step {best['step']:.0f}"
+        report = part.report(out / "best", best, written(others))
+        write_card(out / "best", model_card(text, config, windows, read_log(out / "log.jsonl"), report))
+        say(f"best at {place}, {report.sentence}; to use it: --drafter {drafter} --set {option}={config.out}/best")
+        return {"step": best["step"], **report.figures}
     return best
+
+
+def _precision(accelerator: Accelerator) -> str:
+    """The precision of the training, in words."""
+    if accelerator.mixed_precision != "bf16":
+        return "float32"
+    slow = not half_is_fast(accelerator.device)
+    return "bfloat16, which is slow here (loop.precision=auto takes float32 in a new run)" if slow else "bfloat16"
+
+
+def _free(config: TrainConfig) -> str:
+    """The room on the disk of the features."""
+    place = Path(str(config.features_folder)).absolute()
+    there = next(one for one in (place, *place.parents) if one.exists())
+    return f"{shutil.disk_usage(there).free / 2**30:.2f} GiB"
+
+
+class _Written:
+    """Lets the target write texts, and keeps them in a run's folder."""
+
+    def __init__(self, engine: Engine, judged: EvalConfig, folder: Path | None, stop: Stop) -> None:
+        target = engine.target
+        by = f"{fingerprint(target)} {target.dtype} {target.runner.name}"
+        self._engine, self._judged, self._stop = engine, judged, stop
+        self._kept = None if folder is None else folder / f"held_out.{prompt_of(by)[:8]}.jsonl"
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Written]:
+        if self._kept is not None and not self._stop.kept:
+            self._stop.kept = f"the held-out texts that were written are in {str(self._kept)!r}"
+        return continued_texts(self._engine, samples, self._judged, self._kept)

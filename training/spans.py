@@ -8,7 +8,7 @@ again, up to the answer, and with a mark in the answer's place.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -18,7 +18,8 @@ from specdec.errors import first_line
 
 __all__ = ["Message", "Span", "Writer", "answer_spans", "chat_spans", "plain", "trained_tokens", "vicuna_writer"]
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""``role`` and ``content``, both text, and the assistant's ``tool_calls``, if it makes some."""
 
 Span = tuple[int, int]
 """The index of the first character, and the one behind the last."""
@@ -123,7 +124,11 @@ def _answers(messages: Sequence[Message], text: str, write: Writer, ends: Collec
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        answer = _answer(messages, place, text, write, mark, end_token)
+        answer = (
+            _call(messages, place, text, write)
+            if "tool_calls" in message
+            else _answer(messages, place, text, write, mark, end_token)
+        )
         if answers and answer.start < answers[-1].end:
             raise ValueError("the chat template writes turns in another order")
         answers.append(answer)
@@ -149,6 +154,19 @@ def _answer(
     if ending and later and not end_token.match(write([*earlier, marked], False).partition(mark)[2]):
         ending = None
     return _Answer(start, words, words + (ending.end() if ending else 0))
+
+
+def _call(messages: Sequence[Message], place: int, text: str, write: Writer) -> _Answer:
+    """The span of an assistant's tool calls, with what it says beside them, as the writer ends such a message."""
+    earlier, calls = messages[:place], messages[place]["tool_calls"]
+    prompt, said = write(earlier, True), write(messages[: place + 1], False).rstrip()
+    written = said[len(prompt) :]
+    names = [(call.get("function") or {}).get("name") if isinstance(call, Mapping) else None for call in calls]
+    if not all(isinstance(name, str) and name in written for name in names):
+        raise ValueError("the chat template leaves a tool call out")
+    if not said.startswith(prompt) or not text.startswith(said):
+        raise ValueError("the chat template writes a tool call otherwise than its prompt, or what follows changes it")
+    return _Answer(len(prompt), len(said), len(said))
 
 
 def _start(earlier: Sequence[Message], before: str, text: str, write: Writer) -> int:

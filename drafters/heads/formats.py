@@ -23,7 +23,9 @@ class Format:
         ignored: patterns of tensors that carry no further information.
         values: our field -> fields of its config, of which the first present one counts; a dot leads into a section.
         layer_shift: difference from its numbers of tapped layers to ours, which count the layers before the tap.
-        inner: the config's section with the sizes of the layers; "" is the config itself.
+        unshifted: fields of its config whose numbers of tapped layers are ours.
+        inner: sections of the config with the sizes of the layers, of which the first present one counts; otherwise it
+            is the config itself.
         defaults: our field -> its value where the config has none.
     """
 
@@ -33,7 +35,8 @@ class Format:
     ignored: tuple[str, ...] = ()
     values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layer_shift: int = 0
-    inner: str = ""
+    unshifted: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,12 +79,13 @@ _PLAIN_BLOCK = {
     "conv_group": ("conv_group_size", "dflash_config.conv_group_size"),
     "target_layers": ("num_target_layers",),
 }
-_INNER = "transformer_layer_config"
+_INNER = ("transformer_layer_config",)
+_TOP_TAPS = ("eagle_aux_hidden_state_layer_ids",)  # vLLM reads them there first, and counts as we do
 
 FORMATS: Mapping[str, Format] = {
     own.name: own
     for own in (
-        Format(name="eagle", kind="eagle", renames=(SAVED,), ignored=_CONSTANT),
+        Format(name="eagle", kind="eagle", renames=(SAVED,), ignored=_CONSTANT, inner=("model",)),
         Format(
             name="eagle3",
             kind="eagle3",
@@ -96,6 +100,7 @@ FORMATS: Mapping[str, Format] = {
                 "target_layers": ("num_target_layers",),
             },
             layer_shift=1,  # it counts layers from 0 and taps their outputs
+            unshifted=_TOP_TAPS,
         ),
         Format(
             name="peagle",
@@ -110,6 +115,7 @@ FORMATS: Mapping[str, Format] = {
                 "depth": ("num_speculative_tokens", "k_train"),
             },
             layer_shift=1,
+            unshifted=_TOP_TAPS,
         ),
         Format(
             name="dflash",
@@ -145,6 +151,14 @@ FORMATS: Mapping[str, Format] = {
 SPECULATORS: Mapping[str, Format] = {
     own.kind: own
     for own in (
+        Format(
+            name="speculators eagle",
+            kind="eagle",
+            renames=((r"transformer\.(.+)", r"layers.0.\1"),),
+            values={"target_name": ("speculators_config.verifier.name_or_path",)},
+            inner=_INNER,
+            ignored=_CONSTANT,
+        ),
         Format(name="speculators eagle3", kind="eagle3", values=_SPECULATORS_CHAIN, inner=_INNER, ignored=_CONSTANT),
         Format(name="speculators peagle", kind="peagle", values=_SPECULATORS_CHAIN, inner=_INNER, ignored=_CONSTANT),
         *(

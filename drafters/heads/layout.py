@@ -19,6 +19,7 @@ from drafters.heads.formats import FORMATS, SAVED, SPECULATORS, Format
 from drafters.heads.weights import FORMAT
 from drafters.shared.weights import load_tensors, read_config
 from specdec.errors import ConfigError, check_choice, shown
+from specdec.settings.files import read_object
 from specdec.settings.parsing import parse
 from specdec.target import FINAL
 
@@ -38,13 +39,39 @@ class Found:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder; call this within ``reading``."""
+    """All tensors of a folder; call this within ``reading``. An index decides which file holds which."""
     paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not paths:
         raise ConfigError("it holds neither *.safetensors nor pytorch_model.bin")
+    indices = sorted(folder.glob(f"*{paths[0].suffix}.index.json"))
+    if indices:
+        return _indexed(indices[0])
     found: dict[str, torch.Tensor] = {}
     for path in paths:
-        found |= load_tensors(path)
+        tensors = load_tensors(path)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise ConfigError(
+                f"{path.name} holds {twice[0]!r}, which another file beside it holds as well; delete the one that is "
+                "left over"
+            )
+        found |= tensors
+    return found
+
+
+def _indexed(index: Path) -> dict[str, torch.Tensor]:
+    """The tensors that an index names, each from its file."""
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in places.values()
+    ):
+        raise ConfigError(f"{index.name} holds no weight_map from tensors to files beside it")
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted({*places.values()}):
+        tensors = load_tensors(index.with_name(file))
+        wanted = [name for name, place in places.items() if place == file]
+        if missing := [name for name in wanted if name not in tensors]:
+            raise ConfigError(f"{index.name} says that {file} holds {missing[0]!r}, and it does not")
+        found |= {name: tensors[name] for name in wanted}
     return found
 
 
@@ -126,9 +153,10 @@ class _Sizes:
         self, values: Mapping[str, Any], tensors: dict[str, torch.Tensor], own: Format, target_vocab: int
     ) -> None:
         self.own, self.tensors, self._values = own, tensors, values
-        self._inner: Mapping[str, Any] = values.get(own.inner, {}) if own.inner else values
+        inner = next((name for name in own.inner if name in values), None)
+        self._inner: Mapping[str, Any] = values if inner is None else values[inner]
         if not isinstance(self._inner, Mapping):
-            raise ConfigError(f"{own.inner} in its config is {shown(self._inner)}; it must be a section")
+            raise ConfigError(f"{inner} in its config is {shown(self._inner)}; it must be a section")
         self._target_vocab = target_vocab
 
     def told(self, name: str, default: Any = None) -> Any:
@@ -140,6 +168,10 @@ class _Sizes:
             if found is not None:
                 return found
         return self.own.defaults.get(name, default)
+
+    def at_top(self, name: str) -> Any:
+        """The config's value under a name outside of all sections."""
+        return self._values.get(name)
 
     def layer(self, name: str, default: Any = None) -> Any:
         """A value from the config's section about layers."""
@@ -157,6 +189,10 @@ class _Sizes:
 
     def has(self, name: str) -> bool:
         return name in self.tensors
+
+    def drop(self, name: str) -> None:
+        """Leave a tensor out."""
+        self.tensors.pop(name, None)
 
     def common(self) -> dict[str, Any]:
         """The fields that all heads have."""
@@ -282,7 +318,7 @@ class _Sizes:
             return 0
         if own_head and len(offsets) != rows:
             raise ConfigError(f"tensor 'd2t' has {len(offsets)} entries, and 'lm_head.weight' {rows} rows")
-        tokens = _tokens_of(offsets, drafted)
+        tokens = _tokens_of(offsets, drafted, vocab)
         distinct = len({*tokens.tolist()})
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocab or distinct < len(tokens):
             raise ConfigError(
@@ -300,14 +336,24 @@ class _Sizes:
         return vocabulary
 
 
-def _tokens_of(offsets: torch.Tensor, drafted: torch.Tensor | None) -> torch.Tensor:
+def _tokens_of(offsets: torch.Tensor, drafted: torch.Tensor | None, vocab: int) -> torch.Tensor:
     """[d] int64 the token of each row: its index plus its offset; or its entry, where only that agrees with ``t2d``."""
     if offsets.ndim != 1 or offsets.is_floating_point() or not len(offsets):
         raise ConfigError(f"tensor 'd2t' is {offsets.dtype} of shape {list(offsets.shape)}; it holds whole numbers")
     offsets = offsets.long()
     tokens = offsets + torch.arange(len(offsets))
-    if drafted is None or (known := drafted.bool().nonzero()[:, 0]).numel() == 0:
+    if drafted is not None and not bool(drafted.any()):
+        raise ConfigError(
+            "tensor 't2d' marks no token, so the draft vocabulary was never filled; take the file as it was trained"
+        )
+    if drafted is None:
+        if len(tokens) < vocab and not bool(offsets.any()):
+            raise ConfigError(
+                f"tensor 'd2t' is zero throughout, so the draft vocabulary of {len(tokens)} tokens was never filled; "
+                "take the file as it was trained"
+            )
         return tokens
+    known = drafted.bool().nonzero()[:, 0]
     for found in (tokens, offsets):
         if torch.equal(found.sort().values, known):
             return found
@@ -337,10 +383,25 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taps(sizes: _Sizes) -> list[int]:
-    told = sizes.told("taps") or []
+    own = sizes.own
+    inner = _layer_numbers(sizes.told("taps"), own.values["taps"][0], own.layer_shift)
+    for name in own.unshifted:
+        outer = _layer_numbers(sizes.at_top(name), name, 0)
+        if inner and outer and inner != outer:
+            raise ConfigError(
+                f"{name} in its config names hidden layers {outer}, and {own.values['taps'][0]}, which counts outputs "
+                f"of layers from 0, names {inner}; delete the wrong one"
+            )
+        inner = inner or outer
+    return inner
+
+
+def _layer_numbers(told: Any, name: str, shift: int) -> list[int]:
+    """The tapped layers under a name of the config, by our count; empty where it has none."""
+    told = [] if told is None else told
     if not isinstance(told, list) or any(type(layer) is not int for layer in told):
-        raise ConfigError(f"{sizes.own.values['taps'][0]} in its config is {shown(told)}; it must be a list of layers")
-    return [layer + sizes.own.layer_shift for layer in told]
+        raise ConfigError(f"{name} in its config is {shown(told)}; it must be a list of layers")
+    return [layer + shift for layer in told]
 
 
 def _chain(sizes: _Sizes) -> ChainConfig:
@@ -350,9 +411,14 @@ def _chain(sizes: _Sizes) -> ChainConfig:
         if (shape := sizes.shape("fc.weight")) != (width, 2 * width):
             raise ConfigError(f"tensor 'fc.weight' is {list(shape)}, expected {[width, 2 * width]}")
         return ChainConfig(**fields, taps=[FINAL])
-    fused = sizes.has("fc.weight")
-    if not fused and sizes.told("fused", True):
+    fused = bool(sizes.told("fused", True))
+    if fused and not sizes.has("fc.weight"):
         raise ConfigError("tensor 'fc.weight' is missing, which joins the target's hidden states")
+    if not fused:  # vLLM and SGLang pass over such a tensor
+        sizes.drop("fc.weight")
+    for told, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        if fused and sizes.at_top(told) is True and not sizes.has(name):
+            raise ConfigError(f"tensor {name!r} is missing, and {told} in its config says that the head has it")
     norms = "whole" if sizes.has("input_norm.weight") else "each" if sizes.has("fc_norm.0.weight") else "none"
     return ChainConfig(
         **fields,

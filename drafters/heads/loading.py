@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from drafters.heads.weights import Block, Chain, HeadWeights
 from drafters.shared.fingerprint import fingerprint
 from drafters.shared.vocabulary import check_draft_tokens
 from drafters.shared.weights import CONFIG, check_fit, load_strictly, reading
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CheckpointError, ConfigError, SpecdecWarning
 from specdec.target import FINAL, Target
 
 __all__ = ["convert", "describe", "head_of", "load_head", "taps_of"]
@@ -42,7 +43,15 @@ def load_head(folder: Path, drafter: str, target: Target, *, check_target: bool 
         )
     found = _found(folder, drafter, target.vocab_size)
     check_fit(found.config, target, drafter, check_target=check_target)
-    return head_of(found, folder, taps_of(found, folder, target))
+    taps = taps_of(found, folder, target)
+    if not found.config.taps:
+        warnings.warn(
+            f"the config of the head in {str(folder)!r} names no hidden layers, so EAGLE-3's default is read: {taps}; "
+            "if it was trained with others, name them (eagle_config.eagle_aux_hidden_state_layer_ids)",
+            SpecdecWarning,
+            stacklevel=2,
+        )
+    return head_of(found, folder, taps)
 
 
 def _found(folder: Path, drafter: str, vocab_size: int) -> Found:

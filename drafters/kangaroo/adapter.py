@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le, Lt
 from torch import nn
 
+from drafters.shared.target_weights import head_weight, norm_weight
 from drafters.shared.vocabulary import check_draft_tokens
 from drafters.shared.weights import WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
 from specdec.errors import ConfigError, shown
@@ -200,13 +201,9 @@ class Adapter(nn.Module):
                 if parameter.ndim == 2:
                     drawn = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
                     parameter.copy_(drawn * 0 if name.startswith(("o_proj", "down_proj")) else drawn)
-            ones = torch.ones(1, len(self.norm), dtype=target.dtype, device=target.head_device)
-            # The norm of a vector of ones is its weight, however the class stores it (Gemma adds 1).
-            self.norm.copy_(target.norm(ones)[0])
+            self.norm.copy_(norm_weight(target))
             if self.head is not None:
-                head = target.head if self.draft_tokens is None else target.head_of(self.draft_tokens)
-                units = torch.eye(len(self.norm), dtype=target.dtype, device=target.head_device)
-                self.head.weight.copy_(head(units).T)  # the outputs for unit vectors are the weight's columns
+                self.head.weight.copy_(head_weight(target, self.draft_tokens))
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write weights and config, each to a temporary file first, so that a full disk leaves the earlier files whole.

@@ -20,6 +20,7 @@ from annotated_types import Ge, Le
 from safetensors import safe_open
 from torch import nn
 
+from drafters.shared.target_weights import head_weight
 from drafters.shared.vocabulary import check_draft_tokens
 from drafters.shared.weights import (
     CONFIG,
@@ -138,14 +139,13 @@ class MedusaHeads(nn.ModuleList):
 
     def start_from(self, target: Target) -> None:
         """Set initial weights: every head repeats the target's own next token."""
-        head = target.head if self.draft_tokens is None else target.head_of(self.draft_tokens)
-        units = torch.eye(self.config.hidden_size, dtype=target.dtype, device=target.head_device)
+        weight = head_weight(target, self.draft_tokens) if self.config.own_head else None
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if ".linear." in name:
                     parameter.zero_()
-                else:
-                    parameter.copy_(head(units).T)  # the outputs for unit vectors are the weight's columns
+                elif weight is not None:
+                    parameter.copy_(weight)
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write weights and config, each to a temporary file first, so that a full disk leaves the earlier files whole.

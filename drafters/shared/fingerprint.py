@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from specdec.errors import CheckpointError
-from specdec.models.tokenizer import load_tokenizer
-from specdec.models.transformers_target import TransformersTarget
 from specdec.target import Target
 
 __all__ = ["architecture", "fingerprint", "known_tokenizer", "tokenizer_fingerprint"]
@@ -27,6 +25,8 @@ def fingerprint(target: Target) -> str:
 
     Values are rounded to bfloat16 first, so a model saved in bfloat16 and loaded in float32 keeps its fingerprint.
     """
+    from specdec.models.transformers_target import TransformersTarget  # not at the top, as vLLM has other transformers
+
     digest = hashlib.sha256()
     named = target.named_weights() if isinstance(target, TransformersTarget) else ()
     for _, weight in named:
@@ -46,6 +46,8 @@ def known_tokenizer(target: Target) -> str | None:
     """Fingerprint of the tokenizer beside a target's weights, in their folder or in the cache of a hub id, never loaded
     from elsewhere; None where it is not known, as for a model made in memory.
     """
+    from specdec.models.tokenizer import load_tokenizer  # not at the top, as vLLM has other transformers
+
     path = str(getattr(getattr(target, "model", None), "name_or_path", "") or "")
     if not path:
         return None

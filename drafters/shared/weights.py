@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,8 +107,15 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file or a pickle, by name; call this within ``reading``."""
     if path.suffix == ".safetensors":
         return load_file(path)
-    # weights_only: a pickle of anything but tensors is refused and not executed.
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    try:  # weights_only: a pickle of anything but tensors is refused and not executed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the pickle's version
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # whose message advises to run the pickle
+        raise ConfigError(
+            f"{path.name} is broken, or a pickle of more than tensors, which could run code and is never loaded; take "
+            "safetensors"
+        ) from error
     if not isinstance(content, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise ConfigError(f"{path.name} holds something else than tensors by name")
     return {str(name): tensor for name, tensor in content.items()}
@@ -130,6 +139,11 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, torch.Tensor], source
         )
     ready: dict[str, torch.Tensor] = {}
     for name, tensor in sorted(tensors.items()):
+        if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"{name} in {str(source)!r} is of {tensor.dtype}, which means nothing without its scales, and such "
+                "weights are not read; take them in bfloat16"
+            )
         kinds = [(t.is_floating_point(), t.is_complex(), t.dtype is torch.bool) for t in (tensor, own[name])]
         if kinds[0] != kinds[1]:
             raise CheckpointError(
@@ -167,8 +181,10 @@ def weights_folder(given: str | None, target: Target, option: str, *, source: st
     if kind not in held:
         holds = f"; what the package holds is for {', '.join(held)}" if held else ""
         source = source or f"Train some with `specdec train {drafter} --model ...`"
+        alike = next((str(folder) for own, folder in held.items() if own.startswith(architecture(target))), None)
+        copy = f"; for a quantised copy, {option}={alike} with {drafter}.check_target=false" if alike else ""
         raise CheckpointError(
-            f"{drafter} has no {part} for this model ({kind}){holds}. {source} and give the folder as {option}"
+            f"{drafter} has no {part} for this model ({kind}){holds}. {source} and give the folder as {option}{copy}"
         )
     return held[kind]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from specdec.bench.plan import Plan
+from specdec.bench.plan import Plan, Spec, labelled
 from specdec.engine.config import resolve
 from specdec.errors import ConfigError
 from specdec.settings.options import Given, with_options
@@ -38,6 +39,12 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The run's folder; one that was begun before goes on.")
     ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LABEL=NAME:FOLDER", help="A drafter with weights of yours, in place of --drafters or beside it."
+        ),
+    ] = None,
     download: Annotated[
         bool, typer.Option("--download", help="Fetch Spec-Bench's questions, and do nothing else.")
     ] = False,
@@ -53,6 +60,9 @@ def bench(
         path, digest = download_spec_bench()
         typer.echo(f"{path}\nsha256 {digest}\nuse it with --questions spec_bench")
         return
+    if drafter:
+        own: list[Spec] = [labelled(text) for text in drafter]
+        given = replace(given, values={**given.values, "drafters": [*given.values.get("drafters", ()), *own]})
     plan = resolve(Plan, given, where="bench")
     from specdec.costs.plots import require_bench_extra
 

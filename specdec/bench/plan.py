@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from specdec.engine.config import EngineOptions
@@ -14,13 +14,15 @@ from specdec.settings.options import option
 from specdec.settings.sampling_params import SamplingParams
 from specdec.settings.validation import AtLeast1, Sizes, check_fields
 
-__all__ = ["ALL", "BASELINE", "Plan", "at_once", "label_of", "with_batch"]
+__all__ = ["ALL", "BASELINE", "Plan", "Spec", "at_once", "label_of", "labelled", "with_batch"]
 
 BASELINE = "none"
 ALL = "all"
 
 Spec = str | dict[str, Any]
 """A name, or a mapping with ``name``, ``label`` and options."""
+
+_WEIGHTS = ("adapter", "heads", "head", "model", "datastore")  # options of drafters that take a folder
 
 _sampling_option = functools.partial(option, panel="Sampling")
 
@@ -116,6 +118,27 @@ def label_of(spec: Spec) -> str:
     if not isinstance(label, str):
         raise ConfigError(f"{spec!r} has no name; write a name, or a mapping with name, label and options")
     return label
+
+
+def labelled(text: str) -> dict[str, Any]:
+    """The spec that ``LABEL=NAME``, or ``LABEL=NAME:FOLDER`` with the drafter's weights, stands for.
+
+    Raises:
+        ConfigError: the text has another form, or the drafter is unknown or takes no weights.
+    """
+    from specdec.drafting.registry import drafter_type  # not at the top: it imports torch
+
+    match = re.fullmatch(r"([^=:]+)=([^=:]+)(?::(.+))?", text, re.DOTALL)
+    if match is None:
+        raise ConfigError(f"--drafter is {text!r}; it takes LABEL=NAME:FOLDER, such as mine=kangaroo:runs/mine/best")
+    label, name, folder = match.groups()
+    if folder is None:
+        return {"label": label, "name": name}
+    known = [field.name for field in fields(drafter_type(name).Config)]
+    option = next((option for option in _WEIGHTS if option in known), None)
+    if option is None:
+        raise ConfigError(f"--drafter is {text!r}, and {name} takes no folder of weights; write {label}={name}")
+    return {"label": label, "name": name, option: folder}
 
 
 def with_batch(label: str, size: int) -> str:

@@ -21,13 +21,16 @@ MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 """A message's content that is found again in what a chat template writes."""
 
 Turn = tuple[Any, Any]
-"""Who speaks (``user``, ``assistant``, ``system``, or what stands in the file) and what, as it stands there."""
+"""Who speaks (``user``, ``assistant``, ``system``, ``tool``, or what stands in the file) and what, as it stands there;
+of a content of text parts alone, their text, a part a line."""
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
-    "system": "system",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
 }
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def is_text(value: Any) -> bool:
@@ -42,8 +45,17 @@ def turns_of(record: Any) -> list[Turn] | None:
         return None
     named = [turn if isinstance(turn, Mapping) else {} for turn in turns]
     speakers = [turn.get("from", turn.get("role")) for turn in named]
-    texts = [turn.get("value", turn.get("content")) for turn in named]
+    texts = [_text(turn.get("value", turn.get("content"))) for turn in named]
     return [(_ROLES.get(str(speaker).lower(), speaker), text) for speaker, text in zip(speakers, texts, strict=True)]
+
+
+def _text(content: Any) -> Any:
+    """The text of a content in parts, where all are text; any other content as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    parts = [part for part in content if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS]
+    texts = [text for part in parts if isinstance(text := part.get("text"), str)]
+    return "\n".join(texts) if len(texts) == len(content) else content
 
 
 def writes_chats(tokenizer: Any) -> bool:

@@ -298,9 +298,20 @@ def held_folder(folder: Path) -> Iterator[None]:
 
 
 def check_same_run(path: Path, former: Mapping[str, Any], now: Mapping[str, Any], remedy: str) -> None:
-    """Raises ConfigError, which names the first difference, where what lies at a path is of another run than this."""
-    for key in sorted({*former, *now}):
-        if former.get(key) != now.get(key):
+    """Raises ConfigError, which names the first option that differs, where what lies at a path is of another run."""
+    before, after = dict(_options(former)), dict(_options(now))
+    for key in sorted({*before, *after}):
+        if before.get(key) != after.get(key):
             raise ConfigError(
-                f"{str(path)!r} is of a run with {key} {former.get(key)!r}, this one has {now.get(key)!r}; {remedy}"
+                f"{str(path)!r} is of a run with {key} {shown(before.get(key))}, this one has "
+                f"{shown(after.get(key))}; {remedy}"
             )
+
+
+def _options(values: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    """All values by their names, those of groups by ``group.name``."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _options(value, f"{group}{name}.")
+        else:
+            yield f"{group}{name}", value

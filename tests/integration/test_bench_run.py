@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from specdec import Engine
 from specdec.bench.audit import Audit, audit, rounding_bound
-from specdec.bench.plan import Plan
+from specdec.bench.plan import Plan, labelled
 from specdec.bench.records import AnsweredTurn, Output, Record, RunFolder
 from specdec.bench.runner import Runner, answer_prompts
 from specdec.bench.systems import Drafted, make_systems
 from specdec.bench.transformers_systems import TransformersSystem
+from specdec.cli.main import build
 from specdec.drafting.joint_forward import forward_together
 from specdec.engine.load import load
 from specdec.errors import CheckpointError, ConfigError
@@ -487,6 +490,30 @@ def test_unknown_names(make: Make) -> None:
         make(systems=["transformers_assisted"])
     with pytest.raises(ConfigError, match="unknown category 'test'; did you mean 'tests'"):
         make(categories=["test"])
+
+
+def test_a_drafter_with_weights_by_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``LABEL=NAME:FOLDER``, alone or beside others; a folder may have any characters."""
+    wanted = [
+        {"label": "mine", "name": "kangaroo", "adapter": "a, b:c=d"},
+        {"label": "heads", "name": "medusa", "heads": "m"},
+        {"label": "e", "name": "eagle", "head": "h"},
+        {"label": "plain", "name": "lookahead"},
+    ]
+    texts = ["mine=kangaroo:a, b:c=d", "heads=medusa:m", "e=eagle:h", "plain=lookahead"]
+    assert [labelled(text) for text in texts] == wanted
+    for text, message in (
+        ("kangaroo:x", "takes LABEL=NAME:FOLDER"),
+        ("a=kangaro:x", "did you mean 'kangaroo'"),
+        ("a=jacobi:x", "jacobi takes no folder of weights"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            labelled(text)
+    asked = list[Any]()
+    monkeypatch.setattr("specdec.bench.cli._run", lambda plan, *_: asked.append(plan.drafters) or sys.exit(0))
+    for more in ([], ["--drafters", "none,jacobi"]):
+        CliRunner().invoke(build(), ["bench", "--drafter", texts[0], "--out", str(tmp_path), *more])
+    assert asked == [[wanted[0]], ["none", "jacobi", wanted[0]]]
 
 
 def test_all_takes_what_builds_and_says_what_it_left_out(make: Make) -> None:

@@ -15,7 +15,7 @@ from specdec.engine.conversations import vicuna
 from specdec.errors import ConfigError
 from specdec.models.loading import embedded_model
 from tests.trained_texts import trained_texts
-from training.data import Sample, TextConfig, read_samples
+from training.data import Sample, TextConfig, load_samples, read_samples
 from training.packing import pack
 from training.run import TrainConfig
 from training.skips import Skips
@@ -107,6 +107,53 @@ def test_system_turns_and_both_key_styles(tmp_path: Path, tokenizer: Any) -> Non
     [sample], _ = read(tmp_path, tokenizer, [record])
     assert trained_texts(sample, tokenizer) == ["a"]
     assert "# System: s" in tokenizer.decode(sample.tokens)
+
+
+_TOOLS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% for c in m.get('tool_calls', []) %}"
+    "[{{ c['function']['name'] }} {{ c['function']['arguments']['city'] }}]{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_tool_turns_are_used(tmp_path: Path) -> None:
+    """As OpenAI and as ShareGPT files have them; calls are trained as the template writes them, results are not."""
+    chat = AutoTokenizer.from_pretrained(embedded_model())
+    chat.chat_template = _TOOLS
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    talks = {"messages": [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4 C"}, {"role": "tool", "content": "wind"},
+        {"role": "assistant", "content": "It is cold."},
+    ]}  # fmt: skip
+    [sample], skips = read(tmp_path, chat, [talks])
+    assert trained_texts(sample, chat) == ["[weather Oslo]<|end|>", "It is cold.<|end|>"]
+    assert skips.lines() == []
+    assert "<|system|>Be brief.<|end|>" in chat.decode(sample.tokens)
+    assert "<|tool|>4 C<|end|>\n<|tool|>wind<|end|>" in chat.decode(sample.tokens)
+    shared = talk(("human", "q"), ("function_call", "call"), ("observation", "seen"), ("gpt", "a"))
+    [sample], _ = read(tmp_path, chat, [shared])
+    assert trained_texts(sample, chat) == ["call<|end|>", "a<|end|>"]
+    samples, skips = read(tmp_path, chat, [shared], template="vicuna")
+    assert (samples, [*skips.skipped]) == ([], ["Vicuna's format has no place for a tool's turn"])
+    chat.chat_template = _TOOLS.replace("[{{ c['function']['name'] }}", "[")
+    samples, skips = read(tmp_path, chat, [talks])
+    assert (samples, [*skips.skipped]) == ([], ["the chat template leaves a tool call out"])
+
+
+def test_parts_of_text_are_text(tmp_path: Path, tokenizer: Any) -> None:
+    def said(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    record = {"messages": [
+        {"role": "user", "content": said("one", "two")}, {"role": "assistant", "content": said("three")},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, {"role": "assistant", "content": "four"},
+    ]}  # fmt: skip
+    [sample], skips = read(tmp_path, tokenizer, [record], template="plain")
+    assert trained_texts(sample, tokenizer) == ["three"]
+    assert "one\ntwo" in tokenizer.decode(sample.tokens)
+    assert skips.lines() == ["1 mended: cut at a turn with parts that are no text"]
 
 
 def test_several_files_of_several_kinds(tmp_path: Path, tokenizer: Any) -> None:
@@ -240,3 +287,76 @@ def test_settings_are_read_as_their_options_mean_them() -> None:
     settings = ("loop.lr=3e-4", "loop.precision=no", "loop.wandb=off", "out=runs/x")
     values = override({"loop": {"steps": 3}}, settings, TrainConfig)
     assert values == {"loop": {"steps": 3, "lr": 3e-4, "precision": "no", "wandb": "off"}, "out": "runs/x"}
+
+
+def asked(*questions: str, answers: int = 1, system: str = "") -> list[dict[str, Any]]:
+    turns = [("system", system)] if system else []
+    return [talk(*turns, ("human", question), ("gpt", f"answer {n}")) for question in questions for n in range(answers)]
+
+
+def divided(
+    tmp_path: Path, tokenizer: Any, records: Any, evaluated: Any = None, **options: Any
+) -> tuple[list[Sample], list[Sample], list[str]]:
+    paths = []
+    for name, content in (("data.json", records), ("judged.json", evaluated)):
+        (tmp_path / name).write_text(json.dumps(content))
+        paths.append([str(tmp_path / name)] if content else [])
+    said = list[str]()
+    return *load_samples(paths[0], paths[1], TextConfig(**options), tokenizer, said.append), said
+
+
+@pytest.mark.parametrize("template", ["tokenizer", "vicuna", "plain"])
+def test_no_prompt_is_on_both_sides(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    """With whatever answer, template, case and spaces; another system turn makes another prompt."""
+    questions = [f"Question {i}?" for i in range(200)]
+    records = asked(*questions, answers=2) + asked(*(f"  question  {i}? " for i in range(200)))
+    records += asked(*questions, system="Be brief.")
+    learnt, held, said = divided(tmp_path, tokenizer, records, held_out_one_in=10, template=template)
+    assert not {s.prompt for s in learnt} & {s.prompt for s in held}
+    assert len(learnt) + len(held) == 800
+    assert 20 < len({s.prompt for s in held}) < 60
+    assert len({s.prompt for s in (*learnt, *held)}) == 400
+    assert not said
+
+
+def test_pieces_of_a_text_stay_together(tmp_path: Path, tokenizer: Any) -> None:
+    """As ``distill-data`` writes them; the name of a file of conversations, or of a data set, says nothing."""
+    for source, prompts in (("stdlib/a/{}.py", 30), ("talks.jsonl", 90), ("a data set", 90)):
+        records = [{**talk(("human", f"q{i}"), ("gpt", "a")), "source": source.format(i % 30)} for i in range(90)]
+        learnt, held, _ = divided(tmp_path, tokenizer, records, held_out_one_in=10, template="plain")
+        assert len({s.prompt for s in (*learnt, *held)}) == prompts
+        assert not {s.prompt for s in learnt} & {s.prompt for s in held}
+
+
+@pytest.mark.parametrize(
+    ("records", "held"),
+    [
+        (asked("one"), 0),
+        (asked("one", answers=50), 0),
+        (asked("one", "two"), 1),
+        (asked("one", "two", "three"), 2),
+        (asked(*(f"q{i}" for i in range(9))), 2),
+        (asked("most of it", answers=90) + asked(*(f"q{i}" for i in range(9))), 2),
+    ],
+)
+def test_at_least_two_prompts_are_held_out(
+    tmp_path: Path, tokenizer: Any, records: list[dict[str, Any]], held: int
+) -> None:
+    """Whatever the draw gives, one prompt at least is trained, and one of most samples is."""
+    learnt, judged, said = divided(tmp_path, tokenizer, records, held_out_one_in=1 << 31)
+    assert len({s.prompt for s in judged}) == held
+    assert len(learnt) + len(judged) == len(records)
+    assert learnt
+    assert ["nothing is held out" in line for line in said] == [True] * (not held)
+    learnt, judged, _ = divided(tmp_path, tokenizer, records, held_out_one_in=2)
+    assert learnt
+    assert len({s.prompt for s in judged}) >= held
+
+
+def test_prompts_of_the_evaluation_data_are_not_trained(tmp_path: Path, tokenizer: Any) -> None:
+    records, judged = asked("a", "b", "c", answers=2), asked("B", "x")
+    learnt, held, said = divided(tmp_path, tokenizer, records, judged)
+    assert (len(learnt), len(held)) == (4, 2)
+    assert said == ["2 samples are not trained, as eval_data has their prompts"]
+    with pytest.raises(ConfigError, match="all prompts of data are in eval_data"):
+        divided(tmp_path, tokenizer, records, records)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from drafters.heads.loading import load_head
@@ -24,8 +25,8 @@ from tests.fakes import Oracle
 from tests.head_references import exported
 from tests.integration.test_heads_reference import Beside, key
 from tests.integration.test_training_kangaroo import _fresh_accelerator, model_folder, talks, values  # noqa: F401
-from tests.models import VOCAB, greedy, model_of, prompt_of
-from training import dspark, eagle3
+from tests.models import VOCAB, greedy, model_of, new_model, prompt_of
+from training import dspark, eagle3, kangaroo, medusa
 from training.acceptance import Written
 from training.data import Sample
 from training.dspark import anchors_of
@@ -276,3 +277,76 @@ def test_a_scaled_embedding_goes_with_the_head(target_of: Callable[..., Transfor
     export(tmp_path / "own", tmp_path / "out", "eagle", target, layout="eagle3", verifier="x")
     head = load_head(tmp_path / "out", "eagle", target)
     assert torch.equal(head.embed_tokens.weight, target.embed(torch.arange(VOCAB)).float())
+
+
+@pytest.mark.parametrize(("norms", "flag"), [("each", "fc_norm"), ("whole", "norm_before_fc")])
+def test_the_authors_layout_says_its_norms(
+    target_of: Callable[..., TransformersTarget], tmp_path: Path, norms: Any, flag: str
+) -> None:
+    target = target_of(FAMILY, torch.float64)
+    eagle3.new_head(eagle3.NewHead(norm_inputs=norms, taps=[1, 2]), target).save_pretrained(tmp_path / "own")
+    values = export(tmp_path / "own", tmp_path / "out", "eagle", target, layout="eagle3", verifier="x")
+    assert [name for name in ("fc_norm", "norm_before_fc") if values[name]] == [flag]
+
+
+def test_both_spellings_of_positions_are_written(target_of: Callable[..., TransformersTarget], tmp_path: Path) -> None:
+    target = target_of(FAMILY, torch.float64)
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    for rope, scaling in ((scaled, {"rope_type": "linear", "factor": 2.0}), ({"rope_theta": 500.0}, None)):
+        head = eagle3.new_head(eagle3.NewHead(taps=[1, 2]), target)
+        head.config = replace(head.config, rope=rope)
+        head.save_pretrained(tmp_path / "own")
+        for layout in ("eagle3", "speculators"):
+            values = export(tmp_path / "own", tmp_path / "out", "eagle", target, layout=layout, verifier="x")
+            values = values.get("transformer_layer_config", values)
+            assert (values["rope_theta"], values["rope_scaling"], values["rope_parameters"]) == (500.0, scaling, rope)
+            read = load_head(tmp_path / "out", "eagle", target).config.rope
+            assert read == {"rope_type": "default", **rope}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "neox", "starcoder2"])
+def test_new_weights_begin_with_the_targets_norm(family: str) -> None:
+    """With its weight alone, whether it is stored as such, less one, or beside a bias."""
+    model: Any = new_model(family)
+    own = model.gpt_neox.final_layer_norm if family == "neox" else model.model.norm
+    weight = 1 + 0.3 * torch.randn(32, generator=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        own.weight.copy_(weight - float(family == "gemma2"))
+        if getattr(own, "bias", None) is not None:
+            own.bias.add_(0.5)
+    target = TransformersTarget(model)
+    made = [
+        kangaroo.new_adapter(kangaroo.NewAdapter(exit_layer=1), target).norm,
+        2 * eagle3.new_head(eagle3.NewHead(), target).norm.weight,
+        2 * dspark.new_head(dspark.NewHead(), target).norm.weight,
+    ]
+    for norm in made:
+        torch.testing.assert_close(norm.detach(), weight.float(), rtol=1e-4, atol=0)  # the norm's epsilon is 1e-5
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "kangaroo", "dspark"])
+def test_short_answers_train_or_are_refused_in_words(model_folder: Path, tmp_path: Path, kind: str) -> None:  # noqa: F811
+    """Labels of one token, and then one longer answer among them: most batches have nothing to learn from."""
+    module: Any = {"medusa": medusa, "eagle3": eagle3, "kangaroo": kangaroo, "dspark": dspark}[kind]
+
+    def run(long: int, out: str) -> None:
+        said = [(f"Is {n} even? ", "no" * (1 + 20 * (n < long))) for n in range(40)]
+        record = [
+            {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+            for question, answer in said
+        ]
+        (tmp_path / "data.json").write_text(json.dumps(record))
+        options = values(model_folder, tmp_path / "data.json", tmp_path / out, steps=3, batch=1, optimizer="muon")
+        options |= {"text": {"length": 8, "template": "plain"}, "evaluation": {"prompts": 2, "new": 3}}
+        options |= {"adapter": {"exit_layer": 1}} if kind == "kangaroo" else {}
+        if kind != "kangaroo":
+            del options["adapter"]
+        module.run(parse(module.Config, options, where="test"))
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+    if kind in ("medusa", "eagle3"):
+        with pytest.raises(ConfigError, match=r"no answer .* has more than 1 trained tokens in a row.*from 2;"):
+            run(0, "short")
+    else:
+        run(0, "short")
+    run(20, "mixed")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,14 +35,16 @@ from specdec.models.loading import embedded_model
 from specdec.models.tokenizer import load_tokenizer
 from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.files import held_folder
+from specdec.settings.options import Given
 from specdec.settings.parsing import parse
 from specdec.step.tree import Draft
 from tests.fakes import Spy
 from tests.models import FAMILIES, prompt_of, random_adapter, target_of
 from training import kangaroo, medusa
-from training.acceptance import Tally, Written
+from training.acceptance import EvalConfig, Tally, Written, continued_texts, judged_samples, standard_error
 from training.card import command_line, write_card
-from training.checkpoint import precision_of
+from training.checkpoint import precision_of, state_of
+from training.choice import settling
 from training.cli import coloured
 from training.convert import convert
 from training.data import Sample, TextConfig, load_samples
@@ -275,13 +280,13 @@ def test_a_run_goes_on_in_the_precision_that_it_began_in(
     model_folder: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
     """Whatever looks fast when it does."""
-    monkeypatch.setattr("training.loop.half_is_fast", lambda device: fast)
+    monkeypatch.setattr("training.loop_config.half_is_fast", lambda device: fast)
     config = parse(Config, values(model_folder, talks, tmp_path, steps=2, save_every=1), where="test")
     run(config)
     assert precision_of(tmp_path / "checkpoint.safetensors") == ("bf16" if fast else "no")
     AcceleratorState._reset_state(reset_partial_state=True)
     asked = list[str]()
-    monkeypatch.setattr("training.loop.half_is_fast", lambda device: not fast)
+    monkeypatch.setattr("training.loop_config.half_is_fast", lambda device: not fast)
     monkeypatch.setattr("training.run.train", lambda *given, **_: asked.append(given[3].mixed_precision) or {})
     with pytest.raises(KeyError):
         run(config)
@@ -305,6 +310,22 @@ def test_two_processes_train_as_one(model_folder: Path, talks: Path, tmp_path: P
     logs = [[x for x in read_log(tmp_path / name / "log.jsonl") if "loss" in x] for name in ("one", "two")]
     for key in ("loss", "grad_norm", "tokens"):
         assert [x[key] for x in logs[0]] == pytest.approx([x[key] for x in logs[1]], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_end_after_the_same_step(model_folder: Path, talks: Path, tmp_path: Path) -> None:
+    """A launcher hands a signal on; each of its processes ends with the checkpoint of one step."""
+    path, out = tmp_path / "two.yaml", tmp_path / "two"
+    path.write_text(json.dumps(values(model_folder, talks, out, steps=60_000, log_every=1, save_every=60_000)))
+    command = [sys.executable, *LAUNCH, "-m", "specdec", "train", "kangaroo", "--config", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    while process.poll() is None and not ((out / "log.jsonl").exists() and len(read_log(out / "log.jsonl")) > 5):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=240)[1]
+    assert said.count("interrupted: the checkpoint after step") == 1, said[-2000:]
+    assert state_of(out / "checkpoint.safetensors")["step"] > 5
 
 
 def test_the_card_tells_how_to_do_it_again(model_folder: Path, talks: Path, tmp_path: Path) -> None:
@@ -560,3 +581,145 @@ class TestShowSample:
         assert "It is 4, of course." in result.output
         result = CliRunner().invoke(build(), ["show-sample", str(talks), "--index", "60"])
         assert "60 usable samples" in str(result.exception)
+
+
+def samples_of(*questions: int) -> list[Sample]:
+    return [
+        Sample([7] * (size + 3), [False] * size + [True] * 3, True, f"p{n}", size) for n, size in enumerate(questions)
+    ]
+
+
+def test_best_is_chosen_on_other_prompts_than_it_is_reported_on() -> None:
+    judged = EvalConfig(prompts=4, prompt=10)
+    chose, others = judged_samples(samples_of(*range(3, 9), 50, 20, 30) * 2, judged)  # each prompt twice
+    assert [sample.question for sample in chose] == [3, 5, 7, 20]
+    assert [sample.question for sample in others] == [4, 6, 8, 30]  # whole ones where short ones are too few
+    assert [len(part) for part in judged_samples(samples_of(*range(3, 10)), judged)] == [4, 0]  # seven are too few
+    assert [len(part) for part in judged_samples(samples_of(*range(2, 10)), judged)] == [4, 4]
+    assert [len(part) for part in judged_samples(samples_of(*[5] * 99), judged)] == [4, 4]
+
+
+def test_questions_are_kept_whole(tmp_path: Path, tiny_engine: Engine) -> None:
+    """The target answers them; a text that is kept is not written anew, with more tokens it is, and none is lost."""
+    tokens = tiny_engine.tokenizer("def f(x):\n    return x\n" * 8)["input_ids"]
+    question = Sample(tokens, [False] * 40 + [True] * (len(tokens) - 40), True, "a", 40)
+    text = Sample(tokens, [True] * len(tokens), True, "b")
+    too_long = Sample([5] * 9999, [True] * 9999, True, "c", 9998)
+    judged, kept = EvalConfig(prompt=16, new=4), tmp_path / "kept.jsonl"
+    first = continued_texts(tiny_engine, [question, text, too_long], judged, kept)
+    assert [written.prompt for written in first] == [40, 16]
+    assert all(written.tokens[: written.prompt] == tokens[: written.prompt] for written in first)
+    with kept.open("a") as file:
+        file.write('{"prompt": [1')  # a kill
+    whole, *_ = lines = kept.read_text().split("\n")
+    line = json.loads(whole)
+    kept.write_text("\n".join([json.dumps({**line, "new": [*line["new"][:-1], 11]}), *lines[1:]]))
+    again = continued_texts(tiny_engine, [question, text], judged, kept)
+    assert again[0].tokens[-1] == 11
+    longer = continued_texts(tiny_engine, [question], replace(judged, new=5), kept)[0]
+    assert longer.tokens[: len(first[0].tokens)] == first[0].tokens
+    kept.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"kept\.jsonl', line 1: no text"):
+        continued_texts(tiny_engine, [question], judged, kept)
+
+
+def test_the_standard_error_of_a_ratio() -> None:
+    assert standard_error([4, 8, 2], [2, 4, 1]) == 0
+    assert standard_error([4], [2]) == 0
+    assert standard_error([3, 1], [1, 1]) == pytest.approx(1)  # 2 ± 1
+
+
+@pytest.mark.parametrize(("records", "one_in", "counted"), [(60, 50, "2 on 0"), (60, 2, "12 on 12"), (1, 2, "0 on 0")])
+def test_the_card_counts_what_was_judged(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], records: int, one_in: int, counted: str
+) -> None:
+    record = [
+        {
+            "conversations": [
+                {"from": "human", "value": f"Tell {n}."},
+                {"from": "gpt", "value": f"It is {n}, of course."},
+            ]
+        }
+        for n in range(records)
+    ]
+    (tmp_path / "talks.json").write_text(json.dumps(record))
+    options = values(model_folder, tmp_path / "talks.json", tmp_path / "out", steps=1, batch=1)
+    options |= {"text": {"length": 16, "held_out_one_in": one_in}, "evaluation": {"prompts": 12, "new": 4}}
+    best = run(parse(Config, options, where="test"))
+    card, said = (tmp_path / "out" / "best" / "README.md").read_text(), capsys.readouterr().out
+    chose, others = map(int, counted.split(" on "))
+    assert f"- Evaluation: {chose + others} held-out prompts of" in card
+    place = "held-out texts" if chose else "not judged, as nothing was held out"
+    assert place in card
+    assert place in said.splitlines()[-1]
+    assert (f"{chose} held-out texts that chose it, so on others it may be less" in card) == (chose > 0 == others)
+    assert (f"{others} held-out texts, others than the {chose} that chose it" in card) == (others > 0)
+    assert ("tokens_per_step" in best) == (chose > 0)
+
+
+def test_features_of_texts_are_kept(target_of: Callable[..., TransformersTarget]) -> None:
+    """Those that every evaluation reads, within the same bytes."""
+    target, forwards = target_of("llama", torch.float32), list[int]()
+    windows = pack([Sample(list(prompt_of(40, 1)), [True] * 40, False)], 8)
+    each = 2 * 8 * 32 * 4
+    frozen = FrozenTarget(target, [1], keep=2 * each)
+    frozen._computed = lambda *window, of=frozen._computed: forwards.append(1) or of(*window)  # type: ignore[func-returns-value,method-assign]
+    texts = [replace(windows.at(np.array([number])), numbers=None) for number in range(3)]
+    wanted = [frozen.read(text)[1] for text in texts]
+    for text, states in zip(texts, wanted, strict=True):
+        torch.testing.assert_close(frozen.read(text)[1], states, rtol=0, atol=0)
+    assert len(forwards) == 3 + 1
+    frozen.read(windows.at(np.arange(2)))
+    frozen.read(windows.at(np.arange(2)))
+    assert len(forwards) == 4 + 4
+
+
+class TestWithoutAConfig:
+    """``specdec train kangaroo --data FILE --model PATH``."""
+
+    @pytest.mark.parametrize(
+        ("layers", "size", "vocab", "wanted", "why"),
+        [
+            (16, 192, 4096, (4, "layer", 0, "muon"), "measured on this model"),
+            (30, 576, 49152, (5, "layer", 8192, "muon"), "measured on this model"),
+            (32, 4096, 32000, (2, "attention", 0, "adamw"), "published for 32 layers"),
+            (40, 5120, 32000, (3, "attention", 0, "adamw"), "published for 40 layers"),
+            (24, 896, 151936, (4, "layer", 8192, "muon"), "by analogy to SmolLM2"),
+            (80, 8192, 128256, (6, "attention", 0, "adamw"), "by analogy to models of 32"),
+            (1, 64, 64, (1, "layer", 0, "muon"), "by analogy to SmolLM2"),
+        ],
+    )
+    def test_what_is_chosen(self, layers: int, size: int, vocab: int, wanted: tuple[Any, ...], why: str) -> None:
+        target: Any = SimpleNamespace(num_layers=layers, hidden_size=size, vocab_size=vocab)
+        config, line = settling(Config, Given(values={"data": ["x"], "out": "nowhere"}), "test")(target)
+        own = config.adapter
+        assert (own.exit_layer, own.variant, own.draft_vocab, config.loop.optimizer) == wanted
+        assert why in line
+        assert f"exit layer {own.exit_layer} of {layers}" in line
+
+    def test_a_run_goes_on_with_what_was_chosen(
+        self, model_folder: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Given options count; the same command chooses nothing anew, and another option is named alone."""
+        short = ("text.length=32", "loop.steps=2", "loop.batch=2", "loop.save_every=1", "loop.wandb=off")
+        short += ("evaluation.prompts=2", "evaluation.new=4")
+        words = ["train", "kangaroo", "--data", str(talks), "--model", str(model_folder), "--out", str(tmp_path)]
+        words += [word for setting in short for word in ("--set", setting)]
+        first = CliRunner().invoke(build(), words)
+        assert "exit layer 1 of 3, variant layer" in first.output
+        assert Adapter.from_pretrained(tmp_path / "best").config.exit_layer == 1
+        monkeypatch.setattr("training.choice.chosen", lambda target: pytest.fail("chosen again"))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        again = CliRunner().invoke(build(), words)
+        assert again.exit_code == 0, again.output
+        assert "the options are those of" in again.output
+        AcceleratorState._reset_state(reset_partial_state=True)
+        other = CliRunner().invoke(build(), [*words, "--set", "loop.lr=0.5"])
+        assert "is of a run with loop.lr 0.005, this one has 0.5;" in str(other.exception)
+
+    def test_a_dry_run_writes_nothing(self, model_folder: Path, talks: Path, tmp_path: Path) -> None:
+        words = ["train", "kangaroo", "--data", str(talks), "--model", str(model_folder), "--out", str(tmp_path / "o")]
+        result = CliRunner().invoke(build(), [*words, "--dry-run", "--set", "loop.batch=1", "--set", "text.length=32"])
+        assert result.exit_code == 0, result.output
+        assert "300 steps are expected to take" in result.output
+        assert not (tmp_path / "o").exists()

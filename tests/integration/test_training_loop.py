@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,10 +19,14 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from specdec.errors import CheckpointError, ConfigError, NumericalError
-from training import checkpoint, log
+from specdec.errors import CheckpointError, ConfigError, NumericalError, SpecdecWarning
+from specdec.settings.parsing import parse
+from training import checkpoint, eagle3, log
 from training.data import Sample
+from training.identity import identity
+from training.interrupt import stopping
 from training.loop import LoopConfig, expected_seconds, new_accelerator, rate_at, rows_of, train
+from training.muon import Muon
 from training.packing import Batch, Windows, pack
 
 CONFIG = LoopConfig(steps=12, batch=2, lr=0.05, eval_every=4, save_every=3, log_every=1, wandb="off")
@@ -29,7 +35,7 @@ CONFIG = LoopConfig(steps=12, batch=2, lr=0.05, eval_every=4, save_every=3, log_
 class Bigrams:
     """Learns the next token from this one; a drafter that only a test could want."""
 
-    metric = "score"
+    metric, judges = "score", True
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -44,6 +50,9 @@ class Bigrams:
 
     def evaluate(self) -> dict[str, float]:
         return {"score": next(self.scores, 0.0)}
+
+    def evaluation_seconds(self, clock: Callable[[], float]) -> float:
+        return 0.0
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,9 +163,10 @@ def test_what_a_run_will_take(windows: Windows) -> None:
     """Told by a clock of our own: features are paid for once a window, and nothing is changed by asking."""
     part, config = Bigrams(), replace(CONFIG, batch=2, accumulate=3)
     before = {name: value.clone() for name, value in part.module.state_dict().items()}
-    ticks = iter([0.0, 9.0, 9.0, 13.0, 13.0, 14.0])  # to warm up 9 s, with new features 4 s, with kept ones 1 s
+    # To warm up 9 s, with new features 4 s, with kept ones 1 s; then updates of a copy, to warm up 9 s, later 2 s.
+    ticks = iter([0.0, 9.0, 9.0, 13.0, 13.0, 14.0, 0.0, 9.0, 9.0, 11.0])
     found = expected_seconds(part, windows, config, new_accelerator(config), 100, clock=lambda: next(ticks))
-    assert found == 300 * 1 + -(-len(windows) // 2) * 3
+    assert found == 100 * 2 + 300 * 1 + -(-len(windows) // 2) * 3
     torch.testing.assert_close(part.module.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in part.module.parameters())
 
@@ -293,3 +303,146 @@ def test_wandb_online_needs_wandb(windows: Windows, tmp_path: Path, monkeypatch:
 def test_options_are_checked(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"loop.{next(iter(values))}"):
         LoopConfig(**values)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_muon_is_torchs_in_another_dtype(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Wide, tall and square matrices, two of one shape; torch's own products are only moved out of bfloat16."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 9), (9, 4), (5, 5), (4, 9), (1, 3)]
+    ours, theirs = ([torch.ones(shape, dtype=getattr(torch, dtype)) for shape in shapes] for _ in range(2))
+    own = Muon(ours, 0.03, weight_decay=0.1, dtype=getattr(torch, dtype))
+    other = torch.optim.Muon(theirs, lr=0.03, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator, dtype=a.dtype)
+            b.grad = a.grad.clone()
+        own.step()
+        other.step()
+    # A few hundred sums and products of numbers near 1, in an order of torch's own.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 if dtype == "float64" else 1e-5)
+    assert {key for values in own.state_dict()["state"].values() for key in values} == {"momentum_buffer"}
+
+
+def test_a_checkpoint_of_torchs_muon_goes_on(tmp_path: Path) -> None:
+    module = nn.Linear(6, 4, bias=False)
+    theirs = torch.optim.Muon(module.parameters(), adjust_lr_fn="match_rms_adamw")
+    module(torch.randn(3, 6)).sum().backward()
+    theirs.step()
+    path = tmp_path / "checkpoint.safetensors"
+    checkpoint.save_checkpoint(path, module, [theirs], state={"step": 1}, run={})
+    ours = Muon(module.parameters(), 1e-3)
+    assert checkpoint.load_checkpoint(path, module, [ours], run={}) == {"step": 1}
+    assert torch.equal(ours.state[module.weight]["momentum_buffer"], theirs.state[module.weight]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_products_keep_the_dtype_that_a_run_began_with(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    used = list[torch.dtype]()
+    monkeypatch.setattr("training.muon.orthogonal", lambda wide, dtype: used.append(dtype) or wide)
+    monkeypatch.setattr("training.loop_config.half_is_fast", lambda device: fast)
+    config, part = replace(CONFIG, optimizer="muon", precision="no", steps=4), Bigrams()
+    bad = iter([False] * 6 + [True])
+    part.poison = lambda batch: next(bad)
+    with pytest.raises(NumericalError):
+        trained(windows, tmp_path, config, part)
+    wanted = torch.bfloat16 if fast else torch.float32
+    assert {*used} == {wanted}
+    monkeypatch.setattr("training.loop_config.half_is_fast", lambda device: not fast)
+    used.clear()
+    trained(windows, tmp_path, config)
+    assert used[-1] == wanted
+
+
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_ends_the_run_after_its_step(
+    windows: Windows, tmp_path: Path, number: signal.Signals, end: type[BaseException]
+) -> None:
+    """Saved, with words about what to do next; so it ends as one that was not asked."""
+    expected, part = trained(windows, tmp_path / "whole"), Bigrams()
+    calls = iter(range(99))
+    part.poison = lambda batch: bool(next(calls) == 3 + 4 and signal.raise_signal(number))  # in step 5
+    told = pytest.warns(SpecdecWarning, match=r"after step 5 of 12 is in .*the same command")
+    with told, pytest.raises(end), stopping(True) as stop:
+        train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path / "cut", run={"name": "test"}, stop=stop)
+    assert checkpoint.state_of(tmp_path / "cut" / "checkpoint.safetensors")["step"] == 5
+    assert signal.getsignal(number) is not stop.received
+    torch.testing.assert_close(trained(windows, tmp_path / "cut"), expected, rtol=0, atol=0)
+
+
+def test_a_second_signal_ends_it_at_once(windows: Windows, tmp_path: Path) -> None:
+    part, calls = Bigrams(), iter(range(99))
+
+    def twice(batch: Batch) -> bool:
+        if next(calls) == 3 + 4:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("it went on")
+        return False
+
+    part.poison = twice
+    told = pytest.warns(SpecdecWarning, match="after step 3 of 12")
+    with told, pytest.raises(KeyboardInterrupt), stopping(True) as stop:
+        train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path, run={"name": "test"}, stop=stop)
+    assert checkpoint.state_of(tmp_path / "checkpoint.safetensors")["step"] == 3
+
+
+def test_the_best_is_judged_anew_where_it_is_judged_otherwise(windows: Windows, tmp_path: Path) -> None:
+    def run(scores: list[float], judging: str, poison: int = 99) -> dict[str, float]:
+        part, calls = Bigrams(), iter(range(99))
+        part.scores, part.poison = iter(scores), lambda batch: next(calls) == poison
+        kept = new_accelerator(CONFIG)
+        return train(part, windows, CONFIG, kept, tmp_path, run={"name": "test"}, judging=judging)
+
+    with pytest.raises(NumericalError):
+        run([5.0, 4.0], "one way", poison=3 + 10)
+    assert run([2.0, 3.0], "another") == {"step": 12, "score": 3.0}
+    shutil.rmtree(tmp_path)
+    with pytest.raises(NumericalError):
+        run([5.0, 4.0], "one way", poison=3 + 10)
+    assert run([3.0], "one way") == {"step": 4, "score": 5.0}
+
+
+def test_without_held_out_data_the_last_is_the_best(windows: Windows, tmp_path: Path) -> None:
+    part = Bigrams()
+    part.judges = False
+    assert train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path, run={}) == {"step": 12}
+    assert torch.equal(load_file(tmp_path / "best/weights.safetensors")["weight"], part.module.weight)
+
+
+def test_a_dry_run_only_tells(windows: Windows, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part, folder = Bigrams(), tmp_path / "run"
+    train(part, windows, CONFIG, new_accelerator(CONFIG), folder, run={}, dry_run=True)
+    assert "12 steps are expected to take 0.00 hours here" in capsys.readouterr().out
+    assert not folder.exists()
+
+
+def test_a_batch_with_nothing_to_learn_from_changes_nothing(windows: Windows, tmp_path: Path) -> None:
+    """As of medusa and eagle3, where all answers of a batch are of one token."""
+    part = Bigrams()
+    start = part.module.weight.detach().clone()
+    part.loss = lambda module, batch: torch.zeros(())  # type: ignore[method-assign]
+    assert torch.equal(trained(windows, tmp_path, part=part), start)
+
+
+def test_a_run_is_the_same_with_less_memory_and_judged_otherwise(windows: Windows, tmp_path: Path) -> None:
+    def same(**options: Any) -> dict[str, Any]:
+        values = {"data": ["x"], "loop": {"batch": 8}, **options}
+        return identity(parse(eagle3.Config, values, where="test"), {"head": {"depth": 3, "width": 8}}, "no")
+
+    first = same()
+    assert first == same(
+        keep_features=0.5, features_folder="x", data=["y"], judged_depth=2, evaluation={"prompts": 3, "new": 9},
+        loop={"batch": 2, "accumulate": 4, "eval_every": 7, "wandb": "off"},
+    )  # fmt: skip
+    assert first != same(loop={"batch": 4})
+    for version in (first, {**first, "keep_features": 4.0, "evaluation": {"prompts": 24}}):  # the latter of older ones
+        folder = tmp_path / str(len(version))
+        train(Bigrams(), windows, CONFIG, new_accelerator(CONFIG), folder, run=version)
+        train(Bigrams(), windows, CONFIG, new_accelerator(CONFIG), folder, run={**first, "held_out": "x"})
+        other = same(loop={"batch": 8, "lr": 2e-3})
+        with pytest.raises(ConfigError, match=r"of a run with loop\.lr 0\.001, this one has 0\.002; start"):
+            train(Bigrams(), windows, CONFIG, new_accelerator(CONFIG), folder, run=other)

@@ -6,18 +6,20 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from drafters.heads.config import ChainConfig
 from drafters.heads.layout import find
 from drafters.heads.loading import convert, describe, load_head
 from drafters.shared.fingerprint import fingerprint
+from drafters.shared.weights import weights_folder
 from specdec.drafting.registry import describe_weights, make_drafter
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, ConfigError, SpecdecWarning
 from specdec.target import FINAL
 from tests import heads
 from tests.models import VOCAB, random_heads, target_of
@@ -41,8 +43,68 @@ def test_unnamed_taps_follow_from_the_target(tmp_path: Path) -> None:
     config, tensors = heads.eagle3(SIZE, VOCAB)
     del config["eagle_config"]
     folder, target = heads.write(tmp_path, config, tensors), target_of("llama")
-    assert load_head(folder, "eagle", target).config.taps == [0, 1, 2]  # 2, n // 2 and n - 3 of three layers
+    with pytest.warns(SpecdecWarning, match=r"names no hidden layers, so EAGLE-3's default is read: \[0, 1, 2\]"):
+        head = load_head(folder, "eagle", target)
+    assert head.config.taps == [0, 1, 2]  # 2, n // 2 and n - 3 of three layers
     assert "3 hidden layers, chosen by the model's depth" in describe(folder, "eagle")[2]
+
+
+@pytest.mark.parametrize("made", [heads.eagle3, heads.peagle])
+def test_taps_at_the_top_level_count_the_layers_before(tmp_path: Path, made: Any) -> None:
+    """As vLLM, which looks there first; a file for both engines has both numbers."""
+    config, tensors = made(SIZE, VOCAB)
+    for eagle_config in ({}, {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}):
+        changed = {**config, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "eagle_config": eagle_config}
+        assert find(heads.write(tmp_path / str(len(eagle_config)), changed, tensors)).config.taps == [1, 2, 3]
+
+
+def test_a_head_that_denies_its_taps_reads_the_last_state(tmp_path: Path) -> None:
+    """As vLLM and SGLang, which pass over ``fc`` then."""
+    config, tensors = heads.eagle3(SIZE, VOCAB)
+    folder = heads.write(tmp_path, {**config, "eagle_config": {"use_aux_hidden_state": False}}, tensors)
+    head = load_head(folder, "eagle", target_of("llama"))
+    assert (head.config.taps, head.config.fused) == ([FINAL], False)
+    assert "fc.weight" not in head.state_dict()
+
+
+def test_an_index_says_which_file_counts(tmp_path: Path) -> None:
+    """A file that another version left there is not read; without an index, two files may not hold one tensor."""
+    config, tensors = heads.eagle3(SIZE, VOCAB)
+    folder = heads.write(tmp_path, config, {})
+    names = sorted(tensors)
+    parts = {"model-1-of-2.safetensors": names[::2], "model-2-of-2.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "z.safetensors")
+    with pytest.raises(ConfigError, match=r"z\.safetensors holds .*, which another file"):
+        find(folder)
+    places = {name: file for file, part in parts.items() for name in part}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    found = find(folder).tensors
+    assert torch.equal(found["fc.weight"], tensors["fc.weight"])
+    assert torch.equal(found["norm.weight"], tensors["norm.weight"])
+    for odd in ({names[0]: parts["model-2-of-2.safetensors"][0]}, {names[0]: "../x.safetensors"}, ["x"]):
+        index.write_text(json.dumps({"weight_map": odd}))
+        with pytest.raises((ConfigError, OSError), match=r"no weight_map|No such file"):
+            find(folder)
+    index.write_text(json.dumps({"weight_map": {**places, "extra": "model-1-of-2.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"says that model-1-of-2\.safetensors holds 'extra', and it does not"):
+        find(folder)
+
+
+@pytest.mark.parametrize("nested", ["model", "transformer_layer_config"])
+def test_eagle_1_with_its_layers_config_in_a_section(tmp_path: Path, nested: str) -> None:
+    """As vLLM's class for it, and ``speculators``, which calls the layer otherwise."""
+    config, tensors = heads.eagle1(SIZE, VOCAB)
+    wanted = find(heads.write(tmp_path / "plain", config, tensors))
+    changed = {nested: config}
+    if nested != "model":
+        changed["speculators_model_type"] = "eagle"
+        tensors = {name.replace("layers.0.", "transformer."): tensor for name, tensor in tensors.items()}
+    found = find(heads.write(tmp_path / "nested", changed, tensors))
+    assert found.config == wanted.config
+    assert found.tensors.keys() == wanted.tensors.keys()
 
 
 def test_layers_are_those_that_have_tensors(tmp_path: Path) -> None:
@@ -90,8 +152,9 @@ def test_a_pickle_of_tensors_is_read_and_any_other_refused(tmp_path: Path) -> No
             return (Path.touch, (tmp_path / "ran",))
 
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Harm()}))
-    with pytest.raises(CheckpointError, match="no head in"):
+    with pytest.raises(CheckpointError, match=r"no head in .*pickle of more than tensors.*take safetensors") as told:
         load_head(folder, "eagle", target_of("llama"))
+    assert "weights_only" not in str(told.value)  # torch's advice to run it all the same
     assert not (tmp_path / "ran").exists()
 
 
@@ -182,6 +245,15 @@ WRONG: dict[str, tuple[Spoil, str]] = {
     "many layers": (lambda c, t: c.update(num_target_layers=12), "of a model of 12 layers, and this one has 3"),
     "NaN": (lambda c, t: t["fc.weight"].fill_(torch.nan), "fc.weight in .* holds NaN"),
     "wide target": (lambda c, t: c.update(target_hidden_size=48), "needs embed_tokens.weight"),
+    "map unfilled": (lambda c, t: (t.pop("t2d"), t["d2t"].zero_()), "'d2t' is zero throughout"),
+    "maps unfilled": (lambda c, t: (t["t2d"].zero_(), t["d2t"].zero_()), "'t2d' marks no token"),
+    "two counts": (
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+        r"names hidden layers \[0, 1, 2\], and eagle_config\.\S+, which .* names \[1, 2, 3\]; delete",
+    ),
+    "norms that are not there": (lambda c, t: c.update(fc_norm=True), "'fc_norm.0.weight' is missing, and fc_norm in"),
+    "norm that is not there": (lambda c, t: c.update(norm_before_fc=True), "'input_norm.weight' is missing, and"),
+    "fp8": (lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), "fc.weight .* its scales"),
     "vocabulary": (lambda c, t: t.update(t2d=torch.ones(64).bool()), "contradict|vocabulary"),
     "kind": (lambda c, t: c.update(speculators_model_type="eagle9"), "unknown speculators_model_type 'eagle9'"),
 }
@@ -264,3 +336,14 @@ def test_another_targets_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="were trained for"):
         load_head(tmp_path / "ours", "eagle", target_of("olmo2"))
     assert isinstance(load_head(tmp_path / "ours", "eagle", target_of("olmo2"), check_target=False).config, ChainConfig)
+
+
+@pytest.mark.parametrize("option", ["kangaroo.adapter", "medusa.heads"])
+def test_a_quantised_copy_is_told_whose_weights_to_try(option: str) -> None:
+    """A model of the same class and sizes, with other weights."""
+    copy: Any = SimpleNamespace(name="LlamaForCausalLM", num_layers=16, hidden_size=192, vocab_size=4096)
+    drafter = option.partition(".")[0]
+    with pytest.raises(
+        CheckpointError, match=rf"for a quantised copy, {option}=\S+-{drafter} with {drafter}\.check_target=false"
+    ):
+        weights_folder(None, copy, option)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -233,3 +234,24 @@ def test_vllm_is_not_imported() -> None:
     made = config()
     made.additional_config = None
     assert Proposer(made).config.adapt
+
+
+def test_the_proposer_needs_no_transformers() -> None:
+    """vLLM pins a version of its own, so the proposer imports neither it nor accelerate, also when it drafts."""
+    code = (
+        "import sys, types\n"
+        "class Block:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name.split('.')[0] in ('transformers', 'accelerate'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import numpy as np\n"
+        "from specdec.integrations.vllm import Proposer\n"
+        "spec = types.SimpleNamespace(num_speculative_tokens=3)\n"
+        "model = types.SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 50)\n"
+        "config = types.SimpleNamespace(speculative_config=spec, model_config=model, additional_config={})\n"
+        "tokens = np.array([[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]], dtype=np.int32)\n"
+        "print(Proposer(config).propose([[2]], np.array([10]), tokens))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("[[3, 4"), done.stderr[-500:]
