@@ -51,8 +51,11 @@ class Answer:
         }
         marked = marks_calls and plan.forced is None and bool(plan.fields.tools if self.chat else None)  # type: ignore[union-attr]
         self.choices = [
-            Choice(place, tokenizer, plan.prompts[place // plan.n], plan.stops) for place in range(len(plan.requests))
+            Choice(place, tokenizer, plan.prompts[place // plan.n]) for place in range(len(plan.prompts) * plan.n)
         ]
+        if not plan.requests:  # max_tokens is 0
+            for choice in self.choices:
+                choice.finish_reason = "length"
         self._readers = [CallReader(plan.forced, marked) for _ in self.choices]
         self._offsets = [0 for _ in self.choices]
         options = plan.fields.stream_options
@@ -67,12 +70,12 @@ class Answer:
 
     def opening(self) -> list[Json]:
         """The first chunk of a stream; for a chat, it holds the assistant's role."""
+        ended = [one for one in self.choices if one.finish_reason is not None]  # where they are to have no token
+        last = [self._chunk([self._piece(one, {} if self.chat else "", one.finish_reason, None)]) for one in ended]
         if not self.chat:
-            return []
-        return [
-            self._chunk([self._piece(choice, {"role": "assistant", "content": ""}, None, None)])
-            for choice in self.choices
-        ]
+            return last
+        first = {"role": "assistant", "content": ""}
+        return [self._chunk([self._piece(choice, first, None, None)]) for choice in self.choices] + last
 
     def pieces(self, choice: Choice, update: Update) -> list[Json]:
         """The chunks that a choice's update adds to a stream; empty where it makes no text final."""

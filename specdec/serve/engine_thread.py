@@ -34,6 +34,7 @@ class Update:
         logprobs: log-probabilities of the step's tokens, where the request asked for them.
         stats: statistics of the whole generation, in its last update.
         error: the exception that ended the sequence.
+        text: the text that the step completes, where stop strings had it decoded already; else None.
     """
 
     at: float
@@ -42,6 +43,7 @@ class Update:
     logprobs: Sequence[TokenLogprobs] = ()
     stats: Statistics | None = None
     error: Exception | None = None
+    text: str | None = None
 
 
 class Inbox:
@@ -194,10 +196,9 @@ class EngineThread:
         decoding = event.decoding
         assert decoding is not None
         logprobs = decoding.logprobs[-len(event.step.tokens) :] if decoding.logprobs else ()
-        if event.last and sequence.request.prediction:
-            decoding.result()  # counts which tokens of the prediction were right
         stats = decoding.stats if event.last else None
-        return [(sequence, Update(perf_counter(), event.step, decoding.finish_reason, logprobs, stats))]
+        text = decoding.chunk_of(event.step).text if sequence.request.stop else None
+        return [(sequence, Update(perf_counter(), event.step, decoding.finish_reason, logprobs, stats, text=text))]
 
     def _post(self, updates: list[tuple[Submitted, Update]]) -> None:
         for _, update in updates:

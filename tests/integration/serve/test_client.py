@@ -423,9 +423,8 @@ def test_tokenize_and_detokenize(running: Running, served_engine: Engine) -> Non
         found = http.post("/tokenize", json={"model": "tiny", "prompt": PROMPT}).json()
         assert found["tokens"] == served_engine.encode(PROMPT)
         assert found["count"] == len(found["tokens"])
-        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {
-            "prompt": served_engine.tokenizer.decode(found["tokens"])
-        }
+        text = served_engine.tokenizer.decode(found["tokens"])
+        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text, "content": text}
         chat = http.post("/tokenize", json={"messages": MESSAGES}).json()
         assert chat["tokens"] == served_engine.encode(MESSAGES)
 
