@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specdec.engine.text_stream import TextStream
 from specdec.results import Statistics, Step, TokenLogprobs
 from specdec.serve.engine_thread import Update
 
-__all__ = ["Choice"]
+__all__ = ["Choice", "Piece"]
 
 # The engine's finish reasons -> OpenAI's.
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An event of a choice: what an update adds to it.
+
+    Attributes:
+        text: the text that became final.
+        step: the step that was taken.
+        logprobs: log-probabilities of its tokens, where the request asked for them.
+        last: whether the choice has ended.
+    """
+
+    text: str
+    step: Step
+    logprobs: Sequence[TokenLogprobs]
+    last: bool
+
+    @property
+    def traced(self) -> bool:
+        """Whether the step has a trace, so that the event is sent even without a text."""
+        return self.step.trace is not None
 
 
 class Choice:
@@ -42,7 +65,7 @@ class Choice:
         self.first: float | None = None
         self.last = 0.0
 
-    def add(self, update: Update) -> Step:
+    def add(self, update: Update) -> None:
         """Add the tokens of a step."""
         step = update.step
         assert step is not None
@@ -57,9 +80,13 @@ class Choice:
         if update.finish_reason is not None:
             self.finish_reason = _REASONS[update.finish_reason]
             self.stats = update.stats
-        return step
 
-    def new_text(self) -> str:
+    def piece(self, update: Update) -> Piece:
+        """The event of the update that was just added, for a stream."""
+        assert update.step is not None
+        return Piece(self._new_text(), update.step, update.logprobs, self.finish_reason is not None)
+
+    def _new_text(self) -> str:
         """The text that became final since the last call."""
         if self._decoded:
             text, self._new = "".join(self._texts[self._new :]), len(self._texts)

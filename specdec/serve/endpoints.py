@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from specdec.engine.prediction import appeared
 from specdec.errors import shown
-from specdec.serve.answers import Answer
 from specdec.serve.engine_thread import Inbox, Submitted, Update
 from specdec.serve.errors import ApiError, told_to_client
 from specdec.serve.lanes import Lane
@@ -106,9 +105,7 @@ class _Generation:
 
     def __init__(self, service: Service, plan: Plan) -> None:
         self._service, self._plan = service, plan
-        self._answer = Answer(
-            plan, service.name, service.engine.tokenizer, service.engine.max_rows, marks_calls=service.marks_calls
-        )
+        self._answer = service.answer(plan)
         self._inbox = Inbox()
         self._arrived = perf_counter()
         self._submitted: list[Submitted] = []
@@ -142,7 +139,8 @@ class _Generation:
             try:
                 for index, update in updates:
                     self._take(index, update)
-                    pieces += answer.pieces(answer.choices[index], update)
+                    choice = answer.choices[index]
+                    pieces += answer.chunks(choice, choice.piece(update))
             finally:
                 await reply.events(pieces)  # also those of other choices that came before an error
         await self._count_predicted()

@@ -12,12 +12,16 @@ from specdec.engine.engine import Engine
 from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ConfigError, shown, unknown
+from specdec.serve.answers import Answer
 from specdec.serve.calls import MARKS
+from specdec.serve.chat import ChatAnswer
+from specdec.serve.completions import CompletionAnswer
 from specdec.serve.config import ServeConfig
 from specdec.serve.engine_thread import EngineThread, Inbox, Submitted
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import Generating, Speculation
+from specdec.serve.fields import ChatRequest, Generating, Speculation
 from specdec.serve.lanes import LARGE, Lane
+from specdec.serve.logprobs import TokenNames
 from specdec.serve.metrics import Metrics
 from specdec.serve.plan import Limits, Plan
 
@@ -59,7 +63,8 @@ class Service:
         kept = config.prefix_bytes if config.prefix_bytes is not None else config.cache_bytes or _PREFIX_BYTES
         self.prefixes = PrefixTree(max_bytes=kept) if kept else None
         template = getattr(engine.tokenizer, "chat_template", None)
-        self.marks_calls = isinstance(template, str) and MARKS[0] in template
+        self._token_names = TokenNames(engine.tokenizer)
+        self._marks_calls = isinstance(template, str) and MARKS[0] in template
 
     def _scheduler(self) -> Scheduler:
         config = self.config
@@ -80,6 +85,14 @@ class Service:
     def ready(self) -> bool:
         """Whether the server accepts new requests."""
         return self.thread.alive and not self.draining
+
+    def answer(self, plan: Plan) -> Answer:
+        """An empty answer to a plan, in its protocol."""
+        engine = self.engine
+        arguments = (plan, self.name, engine.tokenizer, engine.max_rows, self._token_names)
+        if isinstance(plan.fields, ChatRequest):
+            return ChatAnswer(*arguments, marks_calls=self._marks_calls)
+        return CompletionAnswer(*arguments)
 
     def check_ready(self) -> None:
         """Raises ApiError where the server refuses new requests."""
