@@ -3,8 +3,8 @@
     python scripts/serve_stalls.py --model smollm2             # starts a server
     python scripts/serve_stalls.py --url http://127.0.0.1:8000
 
-The honest client streams a text of ``--tokens`` tokens. In turns it is alone and beside one of the requests below,
-which is sent once its first token is there, and again whenever it was answered. A gap is the time between two events.
+The honest client streams a text of ``--tokens`` tokens without a drafter. In turns it is alone and beside one of the
+requests below, which is sent once its first token is there. A gap is the time between two events.
 Prints a table of each request's status, the median gap as a multiple of the quiet one, and the longest gap in
 milliseconds; ends with 1 where a median is above 1.5 times, or a gap above a second.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -92,7 +93,14 @@ def main() -> None:
 
 def gaps(url: str, tokens: int, on_first: Callable[[], None] = lambda: None) -> list[float]:
     """Seconds between the events of a stream."""
-    body = {"prompt": "def f(", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    body: dict[str, Any] = {
+        "prompt": "def f(",
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    body["speculation"] = {"drafter": "none"}
     link = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
     link.request("POST", COMPLETIONS, json.dumps(body))
     answer, times = link.getresponse(), list[float]()
@@ -106,24 +114,22 @@ def gaps(url: str, tokens: int, on_first: Callable[[], None] = lambda: None) -> 
 
 
 def with_neighbour(url: str, tokens: int, path: str, body: bytes) -> tuple[list[float], Any]:
-    """The gaps beside another client's requests, and the status of the first of these."""
-    ended, statuses = threading.Event(), list[Any]()
-
-    def ask() -> None:
-        while not ended.is_set():
-            link = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
-            with suppress(OSError, http.client.HTTPException):
-                link.request("POST", path, body)
-                answer = link.getresponse()
-                answer.read()
-                statuses.append(answer.status)
-            link.close()
-
-    other = threading.Thread(target=ask, daemon=True)
+    """The gaps beside another client's request, which is sent by a process of its own, and its status."""
+    statuses: multiprocessing.SimpleQueue[Any] = multiprocessing.SimpleQueue()
+    other = multiprocessing.Process(target=_ask, args=(url, path, body, statuses), daemon=True)
     found = gaps(url, tokens, other.start)
-    ended.set()
     other.join(300)
-    return found, statuses[0] if statuses else "-"
+    return found, "-" if statuses.empty() else statuses.get()
+
+
+def _ask(url: str, path: str, body: bytes, statuses: Any) -> None:
+    link = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
+    with suppress(OSError, http.client.HTTPException):
+        link.request("POST", path, body)
+        answer = link.getresponse()
+        answer.read()
+        statuses.put(answer.status)
+    link.close()
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
 
         The signal is not raised again once the server has ended, as uvicorn would do: it was followed.
         """
-        self.force_exit = self.should_exit
+        self.force_exit = self.service.forced = self.should_exit
         self.should_exit = True
         self.service.draining = True
 
@@ -80,6 +80,8 @@ class Server(uvicorn.Server):
             while self.service.answering and not self.force_exit and loop.time() < end:
                 await asyncio.sleep(_TICK)
             await super().shutdown(sockets)
+            if self.force_exit:  # which uvicorn leaves out; cancelled instead, the application would log a traceback
+                await self.lifespan.shutdown()
         finally:
             late.cancel()
 
