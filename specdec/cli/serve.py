@@ -21,7 +21,7 @@ def serve(given: Given) -> None:
     Clients set the base URL to ADDRESS/v1. What is served, and how: docs/serving.md.
     """
     config = resolve(ServeConfig, given)
-    config.key  # noqa: B018  (a key that cannot be read is told before a model is loaded)
+    config.keys  # noqa: B018  (a key that cannot be read is told before a model is loaded)
     try:
         if config.ray:
             from specdec.serve.ray_serve import serve_replicas
@@ -35,7 +35,7 @@ def serve(given: Given) -> None:
 
     def ready(address: str) -> None:
         drafter = config.drafter if isinstance(config.drafter, str) else config.drafter.get("name")
-        line = f"{address} serves {config.name}, drafted by {drafter}"
+        line = f"{address} serves {', '.join(config.names)}, drafted by {drafter}"
         Console(stderr=True).print(line, soft_wrap=True, highlight=False)
 
     if config.ray:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
+from typing import NamedTuple
 
 import torch
 
@@ -106,6 +107,30 @@ class _Text(KeptText):
         self.tree.keep(self)
 
 
+class _Version(NamedTuple):
+    """What a text's keys and values hang on beside its tokens: the model as it is, and the salt of those who share."""
+
+    model: object
+    salt: str
+
+
+def _version(text: KeptText) -> _Version:
+    assert isinstance(text.version, _Version)
+    return text.version
+
+
+class _Salted(PrefixCache):
+    """A tree for the texts of one salt."""
+
+    def __init__(self, tree: PrefixTree, salt: str) -> None:
+        self._tree, self._salt = tree, salt
+
+    def begin(
+        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int]
+    ) -> tuple[KeptText, dict[int, torch.Tensor]]:
+        return self._tree.begin(target, cache, tokens, taps, salt=self._salt)
+
+
 @dataclass(slots=True, eq=False)
 class _Running:
     """A text that may go on: what is known of it, and whether its sequence, which has the text, still is there."""
@@ -132,7 +157,7 @@ class PrefixTree(PrefixCache):
         check_positive(max_bytes=max_bytes)
         self.max_bytes, self._left = max_bytes, sys.maxsize
         self._lock = RLock()  # engines in several threads may share one
-        self._roots: dict[int, tuple[Target, object, _Node]] = {}
+        self._roots: dict[tuple[int, str], tuple[Target, object, _Node]] = {}  # by target and salt
         self._running: list[_Running] = []
         self._bytes = self._clock = 0
 
@@ -158,11 +183,18 @@ class PrefixTree(PrefixCache):
         with self._lock:
             self._roots, self._running, self._bytes = {}, [], 0
 
+    def salted(self, salt: str) -> PrefixCache:
+        """The same tree for texts with this salt, which share beginnings with each other only, as in vLLM.
+
+        So nobody learns by the time of a first token what others have asked. The salt ``""`` is the tree itself.
+        """
+        return _Salted(self, salt) if salt else self
+
     def begin(
-        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int]
+        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int], *, salt: str = ""
     ) -> tuple[KeptText, dict[int, torch.Tensor]]:
         """As :meth:`specdec.engine.prefix_cache.PrefixCache.begin`."""
-        text = _Text(target, target.version(), cache, tokens, {layer: [] for layer in taps})
+        text = _Text(target, _Version(target.version(), salt), cache, tokens, {layer: [] for layer in taps})
         object.__setattr__(text, "tree", self)
         with self._lock:
             self._sweep()
@@ -178,7 +210,7 @@ class PrefixTree(PrefixCache):
         """Have what was run of a text that goes on no more."""
         with self._lock:
             self._running = [one for one in self._running if one.known.cache is not text.cache]
-            if text.version == text.target.version():
+            if _version(text).model == text.target.version():
                 self._insert(text)
 
     def _sweep(self) -> None:
@@ -186,15 +218,18 @@ class PrefixTree(PrefixCache):
         left = [one for one in self._running if one.text() is None]
         for one in left:
             self.keep(one.known)
+        if len(self._roots) > 1:  # salts of which nothing is kept any more
+            self._roots = {place: found for place, found in self._roots.items() if found[2].children}
 
     def _root(self, text: KeptText) -> _Node:
         """What begins all texts of a model as it is now; whatever was known of it as it was before is forgotten."""
-        target, version, root = self._roots.get(id(text.target), (None, None, None))
+        place = id(text.target), _version(text).salt
+        target, version, root = self._roots.get(place, (None, None, None))
         if root is None or target is not text.target or version != text.version:
             if root is not None:
                 self._bytes -= sum(node.nbytes for node in _below(root))
             root = _Node([], 0, None, [], {})
-            self._roots[id(text.target)] = text.target, text.version, root
+            self._roots[place] = text.target, text.version, root
         return root
 
     def _take(self, text: KeptText) -> dict[int, torch.Tensor]:

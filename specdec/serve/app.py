@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -17,9 +18,11 @@ from starlette.routing import Route
 
 from specdec.serve.endpoints import Endpoint, GenerationEndpoint
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+from specdec.serve.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from specdec.serve.guard import Guard
+from specdec.serve.lanes import Lane
 from specdec.serve.plan import Plan
+from specdec.serve.reading import read
 from specdec.serve.service import Service
 from specdec.version import __version__
 
@@ -41,9 +44,22 @@ def make_app(service: Service) -> Starlette:
         yield
         await service.close()
 
-    middleware = [Middleware(Guard, key=config.key, origins=config.allow_origin, max_body_bytes=config.max_body_bytes)]
+    guard = Middleware(
+        Guard,
+        keys=config.keys,
+        origins=config.allow_origin,
+        max_body_bytes=config.max_body_bytes,
+        root_path=config.root_path,
+    )
+    middleware = [guard]
     if config.allow_origin:
-        cors = Middleware(CORSMiddleware, allow_origins=config.allow_origin, allow_methods=["*"], allow_headers=["*"])
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=config.allow_origin,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
         middleware.insert(0, cors)
     return Starlette(
         routes=_routes(service),
@@ -54,28 +70,31 @@ def make_app(service: Service) -> Starlette:
 
 
 def _routes(service: Service) -> list[Route]:
-    def chat(body: bytes) -> Plan:
-        fields = read(ChatRequest, body)
+    ignores = service.config.unknown_fields == "ignore"
+
+    def chat(lane: Lane, body: bytes) -> Plan:
+        fields, ignored = read(ChatRequest, body, ignores=ignores)
         service.check_model(fields.model)
-        return service.planner.chat(fields)
+        return replace(lane.planner.chat(fields), ignored=ignored)
 
-    def completion(body: bytes) -> Plan:
-        fields = read(CompletionRequest, body)
+    def completion(lane: Lane, body: bytes) -> Plan:
+        fields, ignored = read(CompletionRequest, body, ignores=ignores)
         service.check_model(fields.model)
-        return service.planner.completion(fields)
+        return replace(lane.planner.completion(fields), ignored=ignored)
 
-    async def tokenize(body: bytes) -> dict[str, Any]:
-        return await service.apart(_tokenize, service, body)
+    def tokenize(lane: Lane, body: bytes) -> dict[str, Any]:
+        return _tokenize(service, lane, body)
 
-    async def detokenize(body: bytes) -> dict[str, Any]:
-        return await service.apart(_detokenize, service, body)
+    def detokenize(lane: Lane, body: bytes) -> dict[str, Any]:
+        return _detokenize(service, lane, body)
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(service)]})
+        return JSONResponse({"object": "list", "data": [_model(service, name) for name in service.names]})
 
     async def model(request: Request) -> Response:
-        service.check_model(request.path_params["name"])
-        return JSONResponse(_model(service))
+        name = request.path_params["name"]
+        service.check_model(name)
+        return JSONResponse(_model(service, name))
 
     async def health(request: Request) -> Response:
         service.check_ready()
@@ -110,13 +129,13 @@ def _routes(service: Service) -> list[Route]:
     return routes
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
     return {
-        "id": service.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "specdec",
-        "max_model_len": service.engine.target.context_length,
+        "max_model_len": service.context,
         "specdec": {
             "drafters": list(service.drafters),
             "default_drafter": service.engine.drafter.name,
@@ -125,22 +144,33 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
-    fields = read(TokenizeRequest, body)
+def _tokenize(service: Service, lane: Lane, body: bytes) -> dict[str, Any]:
+    fields, _ = read(TokenizeRequest, body, ignores=service.config.unknown_fields == "ignore")
     service.check_model(fields.model)
-    if (fields.prompt is None) == (fields.messages is None):
+    text, special = fields.prompt, fields.add_special_tokens
+    if fields.content is not None and text is None:  # llama-server's names, and its default
+        text, special = fields.content, bool(fields.add_special)
+    if (text is None) == (fields.messages is None):
         raise ApiError("a prompt, or messages, are to be tokenized; give one of them", param="prompt")
-    if fields.prompt is not None:
-        tokens = service.encoder.prompt(fields.prompt)
+    if text is not None:
+        tokens = lane.encoder.prompt(text, special=special is not False)
     else:
-        tokens = service.encoder.chat(fields.messages or [], fields.tools)
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.target.context_length}
+        continues, begins = bool(fields.continue_final_message), fields.add_generation_prompt is not False
+        more = fields.chat_template_kwargs
+        tokens = lane.encoder.chat(fields.messages or [], fields.tools, continues=continues, begins=begins, more=more)
+    found: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.context}
+    if fields.return_token_strs:
+        found["token_strs"] = lane.encoder.pieces(tokens)
+    if fields.with_pieces:
+        found["tokens"] = [{"id": token, "piece": lane.encoder.text([token])} for token in tokens]
+    return found
 
 
-def _detokenize(service: Service, body: bytes) -> dict[str, Any]:
-    fields = read(DetokenizeRequest, body)
+def _detokenize(service: Service, lane: Lane, body: bytes) -> dict[str, Any]:
+    fields, _ = read(DetokenizeRequest, body, ignores=service.config.unknown_fields == "ignore")
     service.check_model(fields.model)
-    return {"prompt": service.encoder.text(fields.tokens)}
+    text = lane.encoder.text(fields.tokens)
+    return {"prompt": text, "content": text}  # vLLM's name, and llama-server's
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from secrets import token_hex
 from typing import Any
@@ -28,6 +29,8 @@ class CallReader:
     def __init__(self, forced: str | None = None, marked: bool = False) -> None:
         self._forced, self._marked = forced, marked
         self._held = ""
+        self._call: _Marked | None = None  # the call that the held text begins with
+        self._gap, self._said = "", False  # whitespace before that call, and whether there is content since the latest
         self.count = 0
 
     def read(self, text: str, last: bool) -> list[Delta]:
@@ -56,31 +59,68 @@ class CallReader:
     def _found(self, last: bool) -> list[Delta]:
         """The content and the calls that the held text holds in full."""
         found: list[Delta] = []
-        begin, end = MARKS
+        begin, _ = MARKS
         while True:
-            start = self._held.find(begin)
-            if start < 0:
+            if self._call is None:
+                start = self._held.find(begin)
                 keep = 0 if last else _beginning(self._held, begin)
-                cut = len(self._held) - keep
-                found += [{"content": self._held[:cut]}] if cut else []
+                cut = start if start >= 0 else len(self._held) - keep
+                text = self._held[:cut] if self.count == 0 or self._said else self._held[:cut].lstrip()
+                blank = not self._said and not text.strip()
+                if blank and start < 0 and not last:  # it is left out where a call follows
+                    return found
+                if text and not (blank and start >= 0):
+                    found.append({"content": text})
+                    self._said = True
                 self._held = self._held[cut:]
+                if start < 0:
+                    return found
+                self._gap, self._call = text if blank else "", _Marked()
+            end = self._call.end(self._held, last)
+            if end is None:
                 return found
-            close = self._held.find(end, start)
-            if close < 0 and not last:
-                found += [{"content": self._held[:start]}] if start else []
-                self._held = self._held[start:]
-                return found
-            stop = len(self._held) if close < 0 else close + len(end)
-            inside = self._held[start + len(begin) : None if close < 0 else close]
-            calls = _calls(inside)
-            before = self._held[: start if calls else stop]
-            found += [{"content": before}] if before.strip() or not calls else []
-            found += self._numbered(calls)
-            self._held = self._held[stop:].lstrip() if calls else self._held[stop:]
+            found += self._ended(*end)
+
+    def _ended(self, inside: str, stop: int) -> list[Delta]:
+        """The pieces of a marked text that ends at ``stop`` of the held text: calls, or content where it is none."""
+        calls, text = _calls(inside), self._gap + self._held[:stop]
+        self._held, self._call, self._said = self._held[stop:], None, not calls
+        return self._numbered(calls) if calls else [{"content": text}]
 
     def _numbered(self, calls: list[tuple[str, str]]) -> list[Delta]:
         first, self.count = self.count, self.count + len(calls)
         return [{"tool_calls": [_call(first + place, *call)]} for place, call in enumerate(calls)]
+
+
+class _Marked:
+    """Looks for the end of a marked call: a mark that is in no text of its JSON. Each character is looked at once."""
+
+    def __init__(self) -> None:
+        self._at, self._quoted = len(MARKS[0]), False
+
+    def end(self, held: str, last: bool) -> tuple[str, int] | None:
+        """What stands between the marks, and where the closing one ends; None where more of the text is needed."""
+        begin, close = MARKS
+        while found := _STOPS[self._quoted].search(held, self._at):
+            if found[0] == close:
+                return held[len(begin) : found.start()], found.end()
+            if found[0] == "\\":
+                if found.end() == len(held):  # the escaped character is still to come
+                    break
+                self._at = found.end() + 1
+            else:
+                self._quoted, self._at = not self._quoted, found.end()
+        else:
+            self._at = max(self._at, len(held) - (0 if self._quoted else len(close) - 1))
+        if not last:
+            return None
+        naive = held.find(close, len(begin))  # a quote that is never closed hid it
+        if naive < 0 or not self._quoted:
+            return held[len(begin) :], len(held)
+        return held[len(begin) : naive], naive + len(close)
+
+
+_STOPS = re.compile(f'"|{re.escape(MARKS[1])}'), re.compile(r'["\\]')  # outside and inside of a text of JSON
 
 
 def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
@@ -89,15 +129,30 @@ def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _calls(text: str) -> list[tuple[str, str]]:
-    """Names and arguments of the calls in a text, which is a JSON call or a list of calls; else an empty list."""
+    """Names and arguments of the calls in a text, which is a JSON call or a list of calls; else an empty list.
+
+    Arguments are JSON of an object, whatever the model wrote: an object in a text is taken out of it, null is an object
+    without members, and a call whose arguments are something else, or numbers that JSON has not, is no call.
+    """
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads(text, strict=False)  # a text may hold line feeds as they are
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in values):
+            return []
+        return [(one["name"], _object(one.get("arguments", one.get("parameters")))) for one in values]
+    except (ValueError, RecursionError):
         return []
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in values):
-        return []
-    return [(one["name"], json.dumps(one.get("arguments", one.get("parameters", {})))) for one in values]
+
+
+def _object(arguments: Any) -> str:
+    """The JSON of a call's arguments; raises ValueError where they are no object."""
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments, strict=False) if arguments.strip() else None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError("no object")
+    return json.dumps(arguments, allow_nan=False)
 
 
 def _beginning(text: str, mark: str) -> int:

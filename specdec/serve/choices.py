@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specdec.engine.text_stream import TextStream
 from specdec.results import Statistics, Step, TokenLogprobs
 from specdec.serve.engine_thread import Update
 
-__all__ = ["Choice"]
+__all__ = ["Choice", "Piece"]
 
 # The engine's finish reasons -> OpenAI's.
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An event of a choice: what an update adds to it.
+
+    Attributes:
+        text: the text that became final.
+        step: the step that was taken.
+        logprobs: log-probabilities of its tokens, where the request asked for them.
+        last: whether the choice has ended.
+    """
+
+    text: str
+    step: Step
+    logprobs: Sequence[TokenLogprobs]
+    last: bool
+
+    @property
+    def traced(self) -> bool:
+        """Whether the step has a trace, so that the event is sent even without a text."""
+        return self.step.trace is not None
+
+
 class Choice:
-    """One answer. Its text is decoded here, on the event loop, to keep that work out of the engine's thread.
+    """One answer.
+
+    Its text is decoded here, on the event loop, to keep that work out of the engine's thread. Only a text that has stop
+    strings is decoded there, as each token may complete one, and comes with the updates.
 
     Attributes:
         index: the choice's index in the answer.
@@ -27,9 +53,11 @@ class Choice:
         first, last: times of the first and the latest token, in seconds of ``perf_counter``.
     """
 
-    def __init__(self, index: int, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(self, index: int, tokenizer: Any, prompt: Sequence[int]) -> None:
         self.index, self.prompt_tokens = index, len(prompt)
-        self._text = TextStream(tokenizer, stops, prompt)
+        self._stream = TextStream(tokenizer, prompt=prompt)
+        self._texts, self._new = list[str](), 0  # pieces that came with updates, and the first not given out
+        self._decoded = False
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
@@ -37,28 +65,35 @@ class Choice:
         self.first: float | None = None
         self.last = 0.0
 
-    def add(self, update: Update) -> Step:
+    def add(self, update: Update) -> None:
         """Add the tokens of a step."""
         step = update.step
         assert step is not None
         self.tokens += step.tokens
         self.logprobs += update.logprobs
-        if self._text.watches:
-            for token in step.tokens:
-                self._text.push(token)
+        if update.text is None:
+            self._stream.extend(step.tokens)
         else:
-            self._text.extend(step.tokens)
+            self._decoded = True
+            self._texts.append(update.text)
         self.first, self.last = self.first or update.at, update.at
         if update.finish_reason is not None:
             self.finish_reason = _REASONS[update.finish_reason]
             self.stats = update.stats
-        return step
 
-    def new_text(self) -> str:
+    def piece(self, update: Update) -> Piece:
+        """The event of the update that was just added, for a stream."""
+        assert update.step is not None
+        return Piece(self._new_text(), update.step, update.logprobs, self.finish_reason is not None)
+
+    def _new_text(self) -> str:
         """The text that became final since the last call."""
-        return self._text.take() if self.finish_reason is None else self._text.finish()
+        if self._decoded:
+            text, self._new = "".join(self._texts[self._new :]), len(self._texts)
+            return text
+        return self._stream.take() if self.finish_reason is None else self._stream.finish()
 
     @property
     def text(self) -> str:
         """The whole text so far."""
-        return self._text.text
+        return "".join(self._texts) if self._decoded else self._stream.text

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from specdec.serve.answers import Answer, to_json
+from specdec.engine.prediction import appeared
+from specdec.errors import shown
 from specdec.serve.engine_thread import Inbox, Submitted, Update
 from specdec.serve.errors import ApiError, told_to_client
+from specdec.serve.lanes import Lane
 from specdec.serve.plan import Plan
+from specdec.serve.reply import Reply
 from specdec.serve.service import Service
 
 __all__ = ["Endpoint", "GenerationEndpoint"]
 
 _log = logging.getLogger("specdec.serve")
-
-_STREAM = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # without it, nginx would buffer events
-}
 
 
 class Endpoint:
@@ -36,19 +33,24 @@ class Endpoint:
 
     Args:
         service: the service that does the work.
-        answer: makes the answer's JSON value from the body; None in a subclass that sends its own answer.
+        answer: makes the answer's JSON value from the body, in a lane; None in a subclass that sends its own answer.
     """
 
-    def __init__(self, service: Service, answer: Callable[[bytes], Awaitable[Any]] | None = None) -> None:
+    def __init__(self, service: Service, answer: Callable[[Lane, bytes], Any] | None = None) -> None:
         self._service, self._answer = service, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, began = _Reply(send), perf_counter()
+        reply, began = Reply(send), perf_counter()
         seconds = self._service.config.request_timeout
         try:
             async with asyncio.timeout(seconds or None):
                 body = await Request(scope, receive).body()
-                await _while_connected(receive, self.reply(body, reply))
+                self._service.check_ready()
+                self._service.answering += 1
+                try:
+                    await _while_connected(receive, self.reply(body, reply))
+                finally:
+                    self._service.answering -= 1
         except ClientDisconnect:
             reply.note += " (the client went away)"
         except TimeoutError:
@@ -63,15 +65,16 @@ class Endpoint:
         except Exception as error:
             told = told_to_client(error)
             if told.status >= 500 and not isinstance(error, ApiError):  # those errors are in the log already
-                _log.exception("%s failed", scope["path"])
+                _log.exception("%s failed (%s)", scope["path"], scope.get("specdec.request_id", "-"))
             await reply.fail(told)
         finally:
-            _log.info("%s %s %.3f s %s", scope["path"], reply.status or "-", perf_counter() - began, reply.note)
+            taken, named = perf_counter() - began, scope.get("specdec.request_id", "-")
+            _log.info("%s %s %.3f s %s %s", scope["path"], reply.status or "-", taken, named, reply.note)
 
-    async def reply(self, body: bytes, reply: _Reply) -> None:
+    async def reply(self, body: bytes, reply: Reply) -> None:
         """Answer a request's body."""
         assert self._answer is not None
-        await reply.json(await self._answer(body))
+        await reply.json(await self._service.lane(body).call(self._answer, body))
 
 
 class GenerationEndpoint(Endpoint):
@@ -79,17 +82,16 @@ class GenerationEndpoint(Endpoint):
 
     Args:
         service: the service that decodes.
-        plan: makes a plan from a body; runs in the service's thread for tokenizing.
+        plan: makes a plan from a body, in a lane.
     """
 
-    def __init__(self, service: Service, plan: Callable[[bytes], Plan]) -> None:
+    def __init__(self, service: Service, plan: Callable[[Lane, bytes], Plan]) -> None:
         super().__init__(service)
         self._plan = plan
 
-    async def reply(self, body: bytes, reply: _Reply) -> None:
+    async def reply(self, body: bytes, reply: Reply) -> None:
         service = self._service
-        service.check_ready()
-        plan = await service.apart(self._plan, body)
+        plan = await service.lane(body).call(self._plan, body)
         work = _Generation(service, plan)
         try:
             await work.run(reply)
@@ -103,46 +105,65 @@ class _Generation:
 
     def __init__(self, service: Service, plan: Plan) -> None:
         self._service, self._plan = service, plan
-        self._answer = Answer(
-            plan, service.name, service.engine.tokenizer, service.engine.max_rows, marks_calls=service.marks_calls
-        )
+        self._answer = service.answer(plan)
         self._inbox = Inbox()
         self._arrived = perf_counter()
         self._submitted: list[Submitted] = []
 
-    async def run(self, reply: _Reply) -> None:
+    async def run(self, reply: Reply) -> None:
         """Decode the plan and send its answer."""
-        plan, answer = self._plan, self._answer
-        self._submitted = self._service.submit(plan, self._inbox)
-        streams = bool(plan.fields.stream)
-        first = await self._inbox.take()  # so that an error at admission gets an HTTP status of its own
-        if streams:
-            self._raise_errors(first[:1])
-            await reply.begin_stream()
-            await reply.events(answer.opening())
-        updates = first
-        while True:
-            pieces: list[dict[str, Any]] = []
-            for index, update in updates:
-                try:
-                    pieces += self._take(index, update, streams)
-                except ApiError:
-                    await reply.events(pieces)  # the pieces of other choices that came before the error
-                    raise
-            await reply.events(pieces)
-            if answer.done:
-                break
-            updates = await self._inbox.take()
-        if not streams:
-            await reply.json(answer.whole())
+        self._submitted = self._service.submit(self._plan, self._inbox)
+        if not self._plan.fields.stream:
+            while not self._answer.done:
+                for index, update in await self._inbox.take():
+                    self._take(index, update)
+            await self._count_predicted()
+            await reply.json(self._answer.whole())
             return
-        options = plan.fields.stream_options
+        waiting = asyncio.ensure_future(reply.keep_open())
+        try:
+            await self._stream(reply)
+        finally:
+            waiting.cancel()
+
+    async def _stream(self, reply: Reply) -> None:
+        """Send the answer as events. An error that comes before the first has a status of its own."""
+        answer, begun = self._answer, False
+        while not (begun and answer.done):
+            updates = await self._inbox.take() if self._submitted else []
+            pieces: list[dict[str, Any]] = []
+            if not begun:
+                self._raise_errors(updates[:1])
+                await reply.begin_stream()
+                pieces, begun = answer.opening(), True
+            try:
+                for index, update in updates:
+                    self._take(index, update)
+                    choice = answer.choices[index]
+                    pieces += answer.chunks(choice, choice.piece(update))
+            finally:
+                await reply.events(pieces)  # also those of other choices that came before an error
+        await self._count_predicted()
+        options = self._plan.fields.stream_options
         if options is not None and options.include_usage:
             await reply.events([answer.closing()])
         await reply.end_stream()
 
-    def _take(self, index: int, update: Update, streams: bool) -> list[dict[str, Any]]:
-        """Add an update to its choice; returns the chunks that it adds to the stream."""
+    async def _count_predicted(self) -> None:
+        """Count which tokens of a prediction the answers have. It takes long for a long one, and so has a thread."""
+
+        def count(lane: Lane) -> None:
+            for request, choice in zip(self._plan.requests, self._answer.choices, strict=True):
+                predicted, stats = cast(Sequence[int], request.prediction), choice.stats
+                assert stats is not None
+                stats.accepted_prediction_tokens = accepted = appeared(predicted, choice.tokens)
+                stats.rejected_prediction_tokens = len(predicted) - accepted
+
+        if any(request.prediction for request in self._plan.requests):
+            await self._service.lanes[-1].call(count)
+
+    def _take(self, index: int, update: Update) -> None:
+        """Add an update to its choice."""
         self._raise_errors([(index, update)])
         choice, metrics = self._answer.choices[index], self._service.metrics
         if choice.first is not None:
@@ -153,7 +174,6 @@ class _Generation:
             assert choice.first is not None
             metrics.ended(choice.finish_reason)
             metrics.finished(choice.stats, choice.first - self._arrived, choice.last - self._arrived)
-        return self._answer.pieces(choice, update) if streams else []
 
     def _raise_errors(self, updates: list[tuple[int, Update]]) -> None:
         for _, update in updates:
@@ -172,65 +192,12 @@ class _Generation:
         choices = self._answer.choices
         new = sum(len(choice.tokens) for choice in choices)
         note = f"{sum(map(len, self._plan.prompts))} prompt tokens, {new} new tokens"
+        if self._plan.ignored:
+            note += f", ignored {shown(sorted(set(self._plan.ignored)))[1:-1]}"
         if self._service.config.log_prompts:
             said = [choice.text for choice in choices]
             note = f"{note}, asked {self._plan.fields.model_dump(exclude_none=True)!r}, answered {said!r}"
         return note
-
-
-class _Reply:
-    """Sends an answer to the client, and keeps how much of it was sent.
-
-    Attributes:
-        status: the HTTP status that was sent.
-        note: text for the log.
-    """
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.status, self.note = 0, ""
-        self._streams = self._done = False
-
-    async def json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """Send a whole answer as JSON."""
-        self._done = True
-        body = to_json(value)
-        sizes = {"content-type": "application/json", "content-length": str(len(body))}
-        await self._start(status, {**sizes, **(headers or {})})
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def begin_stream(self) -> None:
-        """Send the headers of an event stream."""
-        self._streams = True
-        await self._start(200, _STREAM)
-
-    async def events(self, values: list[dict[str, Any]]) -> None:
-        """Send JSON values as events."""
-        if values:
-            await self._body(b"".join(b"data: " + to_json(value) + b"\n\n" for value in values), more=True)
-
-    async def end_stream(self) -> None:
-        """Send the event that ends a stream."""
-        self._done = True
-        await self._body(b"data: [DONE]\n\n", more=False)
-
-    async def fail(self, error: ApiError) -> None:
-        """Send an error, as an answer or as an event; nothing where the answer has already ended."""
-        if self._done:
-            return
-        if self._streams:
-            self._done = True
-            await self._body(b"data: " + to_json(error.body) + b"\n\n", more=False)
-        else:
-            await self.json(error.body, error.status, error.headers)
-
-    async def _start(self, status: int, headers: dict[str, str]) -> None:
-        self.status = status
-        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
-
-    async def _body(self, body: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def _while_connected(receive: Receive, work: Awaitable[None]) -> None:

@@ -34,6 +34,7 @@ class Update:
         logprobs: log-probabilities of the step's tokens, where the request asked for them.
         stats: statistics of the whole generation, in its last update.
         error: the exception that ended the sequence.
+        text: the text that the step completes, where stop strings had it decoded already; else None.
     """
 
     at: float
@@ -42,6 +43,7 @@ class Update:
     logprobs: Sequence[TokenLogprobs] = ()
     stats: Statistics | None = None
     error: Exception | None = None
+    text: str | None = None
 
 
 class Inbox:
@@ -134,12 +136,13 @@ class EngineThread:
             self.cancel(sequence)
             sequence.inbox.put(sequence.index, Update(perf_counter(), None, error=error))
 
-    async def close(self) -> None:
-        """Stop the thread after its current step."""
+    async def close(self, *, waits: bool = True) -> None:
+        """Stop the thread after its current step, and wait for that."""
         with self._wake:
             self._stopped = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        if waits:
+            await asyncio.to_thread(self._thread.join)
 
     def _send(self, kind: str, sequence: Submitted) -> None:
         with self._wake:
@@ -194,10 +197,9 @@ class EngineThread:
         decoding = event.decoding
         assert decoding is not None
         logprobs = decoding.logprobs[-len(event.step.tokens) :] if decoding.logprobs else ()
-        if event.last and sequence.request.prediction:
-            decoding.result()  # counts which tokens of the prediction were right
         stats = decoding.stats if event.last else None
-        return [(sequence, Update(perf_counter(), event.step, decoding.finish_reason, logprobs, stats))]
+        text = decoding.chunk_of(event.step).text if sequence.request.stop else None
+        return [(sequence, Update(perf_counter(), event.step, decoding.finish_reason, logprobs, stats, text=text))]
 
     def _post(self, updates: list[tuple[Submitted, Update]]) -> None:
         for _, update in updates:

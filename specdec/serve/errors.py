@@ -41,14 +41,30 @@ class ApiError(SpecdecError):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
+_WORDS = {
+    "max_new_tokens": "max_tokens",
+    "raise cache_bytes": "start the server with a larger --cache-bytes",
+    "cache_bytes is": "the server's --cache-bytes is",
+}
+"""Words of the library -> words of requests and of the server's options, so that a remedy can be followed."""
+
+
+def _in_words_of_requests(message: str) -> str:
+    for ours, theirs in _WORDS.items():
+        message = message.replace(ours, theirs)
+    return message
+
+
 def told_to_client(error: Exception) -> ApiError:
     """The error that clients receive; an exception that is not the request's fault becomes a bare status 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError | PromptError):
-        return ApiError(str(error))
+        message = _in_words_of_requests(str(error))
+        first = message.partition(" ")[0]
+        return ApiError(message, param=first if "_" in first else None)
     if isinstance(error, CacheError):
-        return ApiError(str(error), status=503, kind="server_error", code="out_of_memory")
+        return ApiError(_in_words_of_requests(str(error)), status=503, kind="server_error", code="out_of_memory")
     return ApiError(
         "the server failed to decode this request, and its log says why; send it again, or tell its operator",
         status=500,

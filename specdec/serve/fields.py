@@ -1,40 +1,37 @@
-"""The fields of requests, checked by pydantic: strictly typed, and unknown fields are errors unless listed below."""
+"""The fields of requests: strictly typed models, and the fields of other servers that are accepted or refused."""
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from specdec.errors import shown, unknown
-from specdec.serve.errors import ApiError
+from specdec.serve.field_types import STOP_TOKENS, Biases, Bounded, Int, Prompts, Stops, Tokens, bounded
 
 __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
+    "Fields",
     "Generating",
     "JsonSchema",
     "Message",
     "NamedTool",
     "ResponseFormat",
     "Speculation",
+    "StreamOptions",
+    "TextPart",
     "TokenizeRequest",
     "Tool",
-    "read",
 ]
-
-Kind = TypeVar("Kind", bound="Fields")
-
-_Stop = Annotated[str, Field(min_length=1)]
-_Tokens = list[Annotated[int, Field(ge=0)]]
 
 
 class Fields(BaseModel):
-    """A JSON object with strict types: a text is not taken for a number, and an unknown field is an error."""
+    """A JSON object with strict types: a text is not taken for a number, and an unknown field is an error.
+
+    An unknown field that is null or empty asks for nothing, and so does an optional one. With ``ignored`` in the
+    validation context, a list, unknown fields are left out and their names are added to it.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -42,6 +39,32 @@ class Fields(BaseModel):
     """Fields of OpenAI and vLLM that this server accepts and ignores."""
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields of OpenAI and vLLM that this server lacks -> their values that ask for nothing, which it accepts."""
+    keeps_empty: ClassVar[bool] = True
+    """Whether an empty text or list is the value of an optional field, in place of nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, values: Any, info: ValidationInfo) -> Any:
+        if not isinstance(values, dict) or cls.model_config.get("extra") == "ignore":
+            return values
+        known = {one.alias or name: one for name, one in cls.model_fields.items()}
+        kept, unknown = dict[str, Any](), list[str]()
+        for name, value in values.items():
+            if name in known:
+                if known[name].is_required() or not (value is None or (is_empty(value) and not cls.keeps_empty)):
+                    kept[name] = value
+            elif not is_empty(value) and name not in cls.ignored:
+                unknown.append(name)
+        if info.context is not None and unknown:
+            info.context["ignored"] += unknown
+        elif unknown:  # an error for one of them, not for each of a million
+            kept[unknown[0]] = values[unknown[0]]
+        return kept
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value asks for nothing: null, or an empty text, list or object."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 class StreamOptions(Fields):
@@ -62,7 +85,7 @@ class Speculation(Fields):
     """
 
     drafter: str | None = None
-    max_rows: int | None = Field(None, ge=1)
+    max_rows: Int | None = Field(None, ge=1)
     per_step: bool = False
     trace: bool = False
 
@@ -88,16 +111,16 @@ class TextPart(Fields):
 
 class Prediction(Fields):
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | Bounded[TextPart]
 
 
 class Message(Fields):
     model_config = ConfigDict(extra="ignore")  # clients send answers back, with other servers' fields too
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Bounded[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Bounded[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
@@ -133,33 +156,34 @@ class Generating(Fields):
         **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "return_token_ids"), (False,)),
         **dict.fromkeys(("return_tokens_as_token_ids",), (False,)),
         **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens", "structured_outputs"), ()),
-        **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-        "bad_words": ([],),
+        **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words"), ()),
         "length_penalty": (1,),
         "priority": (0,),
     }
+    keeps_empty = False
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Int | None = Field(None, ge=-1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: Int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, lt=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=64)] | None = None
-    stop_token_ids: _Tokens | None = None
+    seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: Stops | None = None
+    stop_token_ids: Annotated[Tokens, bounded(STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
-    n: int | None = Field(None, ge=1, le=128)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    min_tokens: Int | None = Field(None, ge=0)
+    n: Int | None = Field(None, ge=1, le=128)
+    logit_bias: Biases | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)  # beyond, a score may exceed float32's numbers
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
     speculation: Speculation | None = None
+    cache_salt: str | None = Field(None, max_length=256)
 
 
 class ChatRequest(Generating):
@@ -172,15 +196,15 @@ class ChatRequest(Generating):
         "add_special_tokens": (False,),
         "echo": (False,),
         "modalities": (["text"],),
-        **dict.fromkeys(("audio", "functions", "function_call", "web_search_options", "reasoning_effort"), ()),
+        **dict.fromkeys(("audio", "functions", "function_call", "web_search_options"), ()),
         "verbosity": ("medium",),
     }
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Bounded[Message] = Field(min_length=1)
+    max_completion_tokens: Int | None = Field(None, ge=-1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    top_logprobs: Int | None = Field(None, ge=0, le=20)
+    tools: Bounded[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -195,81 +219,37 @@ class CompletionRequest(Generating):
         "add_special_tokens": (True,),
         "best_of": (1,),
         "echo": (False,),
-        "suffix": ("",),
+        "suffix": (),
     }
 
-    prompt: str | list[str] | _Tokens | list[_Tokens]
-    logprobs: int | None = Field(None, ge=0, le=20)
+    prompt: Prompts
+    logprobs: Int | None = Field(None, ge=0, le=20)
 
 
 class TokenizeRequest(Fields):
-    """The body of ``/tokenize``: a prompt or messages."""
+    """The body of ``/tokenize``: a prompt or messages, with vLLM's fields, or llama-server's ``content``."""
+
+    refused: ClassVar = {
+        **dict.fromkeys(("chat_template", "mm_processor_kwargs"), ()),
+        "parse_special": (True,),
+    }
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    content: str | None = None
+    messages: Bounded[Message] | None = Field(None, min_length=1)
+    tools: Bounded[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Fields):
     """The body of ``/detokenize``."""
 
     model: str | None = None
-    tokens: _Tokens
-
-
-def read(kind: type[Kind], body: bytes) -> Kind:
-    """The checked fields of a body.
-
-    Raises:
-        ApiError: the body is no JSON object, or a field does not fit; it names the first such field.
-    """
-    try:
-        values = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(f"the body is no JSON: {error}; send one JSON object", code="invalid_json") from None
-    if not isinstance(values, dict):
-        raise ApiError(f"the body is {shown(values)}; send one JSON object", code="invalid_json")
-    values = _served(kind, values)
-    options = values.get("stream_options")
-    if isinstance(options, dict):
-        values["stream_options"] = _served(StreamOptions, options)
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise _unfit(kind, error) from None
-
-
-def _served(kind: type[Fields], values: dict[str, Any]) -> dict[str, Any]:
-    """The fields that have a value; raises ApiError for one that asks for a feature that this server lacks."""
-    for name, nothing in kind.refused.items():
-        value = values.get(name)
-        if value is not None and value not in nothing:
-            raise ApiError(
-                f"{name} is {shown(value)}, which this server does not do; leave the field out"
-                + "".join(f", or send {json.dumps(one)}" for one in nothing),
-                param=name,
-                code="unsupported_parameter",
-            )
-    return {name: value for name, value in values.items() if name not in kind.ignored and name not in kind.refused}
-
-
-def _unfit(kind: type[Fields], error: ValidationError) -> ApiError:
-    """The error of the first field that does not fit; for a union, the error of the member that the value resembles."""
-    found = error.errors(include_url=False)
-    first = max(found, key=lambda one: len(one["loc"]))
-    if all(one["loc"][0] != first["loc"][0] for one in found[:1]):
-        first = found[0]
-    names = [str(part) for part in first["loc"] if isinstance(part, int) or (part not in _TAGS and "[" not in part)]
-    place = ".".join(names)
-    if first["type"] == "extra_forbidden":
-        known = kind.model_fields if len(names) == 1 else ()
-        message = f"{unknown('field', names[-1], known)}" if known else f"there is no field {place}; leave it out"
-        return ApiError(message, param=place, code="unknown_parameter")
-    if first["type"] == "missing":
-        return ApiError(f"{place} is missing; the request needs it", param=place, code="missing_required_parameter")
-    must = re.sub(r"^\w+ should", "it must", first["msg"])
-    return ApiError(f"{place} is {shown(first['input'])}; {must}", param=place, code="invalid_value")
-
-
-_TAGS = {"str", "int", "float", "bool", "list", "dict", "constrained-str", "NamedTool", "literal"}
+    tokens: Tokens

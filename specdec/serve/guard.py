@@ -1,10 +1,12 @@
-"""Checks that every request passes first: its key, origin, host name and the size of its body."""
+"""Checks that every request passes first: its key, origin, host name and the size of its body; and its id."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Collection
+from secrets import token_hex
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -20,6 +22,7 @@ __all__ = ["HEADER_BYTES", "Guard"]
 HEADER_BYTES = 64 << 10
 """Limit of a request's headers, in bytes."""
 
+_ID = re.compile(r"[!-~]{1,128}")  # visible ASCII
 _OPEN = ("/", "/health", "/version")  # these paths reveal nothing of other clients' requests
 
 
@@ -28,23 +31,31 @@ class Guard:
 
     Args:
         app: the application behind it.
-        key: the key that clients send as ``Authorization: Bearer KEY``; None where they need none. Without a key, the
-            host must be a name of this machine: else a foreign web page could point its own host name at it.
+        keys: the keys of which clients send one as ``Authorization: Bearer KEY``; empty where they need none. Without
+            keys, the host must be a name of this machine: else a foreign web page could point its own host name at it.
         origins: origins of other web pages that may call the server; ``*`` allows any.
         max_body_bytes: limit of a body, in bytes.
+        root_path: what a proxy has before the server's paths, such as ``/llm``; it may have taken it off already.
     """
 
-    def __init__(self, app: ASGIApp, *, key: str | None, origins: Collection[str], max_body_bytes: int) -> None:
-        self._app, self._origins, self._most = app, frozenset(origins), max_body_bytes
-        self._key = None if key is None else _digest(key)
+    def __init__(
+        self, app: ASGIApp, *, keys: Collection[str], origins: Collection[str], max_body_bytes: int, root_path: str = ""
+    ) -> None:
+        self._app, self._origins, self._most, self._root = app, frozenset(origins), max_body_bytes, root_path
+        self._keys = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if len(scope["path"]) > 1 and scope["path"].endswith("/"):  # a redirect would lose a POST's body
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        path = scope["path"]
+        if self._root and f"{path}/".startswith(f"{self._root}/"):
+            path = path[len(self._root) :] or "/"
+        if len(path) > 1 and path.endswith("/"):  # a redirect would lose a POST's body
+            path = path.rstrip("/") or "/"
         headers = Headers(scope=scope)
+        named = _request_id(headers.get("x-request-id"))
+        scope, send = {**scope, "path": path, "specdec.request_id": named}, _with_id(send, named)
         try:
             self._check(scope, headers)
         except ApiError as error:
@@ -61,7 +72,8 @@ class Guard:
                 code="headers_too_large",
             )
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self._key is None and not is_loopback(_hostname(host)):
+        plain = "host" not in headers and scope["method"] == "GET" and scope["path"] == "/health"  # never a browser's
+        if not self._keys and not plain and not is_loopback(_hostname(host)):
             raise ApiError(
                 f"the Host header is {shown(host)}, and this server answers programs of its own machine; call it "
                 "127.0.0.1 or localhost, or start it with a key",
@@ -71,14 +83,18 @@ class Guard:
             )
         if origin is not None and urlsplit(origin).netloc != host and not self._origins & {origin, "*"}:
             raise ApiError(
-                f"the page {shown(origin)} may not call this server; start it with --allow-origin {shown(origin)}",
+                f"the page {shown(origin)} may not call this server; start it with --allow-origin {shown(origin)}"
+                + (", which allows every page without an origin, such as a file" if origin == "null" else ""),
                 status=403,
                 kind="permission_error",
                 code="wrong_origin",
             )
-        if self._key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
+        if self._keys and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._key):
+            digest, right = _digest(given.strip()), False
+            for key in self._keys:  # all of them, so that the time does not say which one it is
+                right |= hmac.compare_digest(digest, key)
+            if scheme.lower() != "bearer" or not right:
                 raise ApiError(
                     "the Authorization header holds no valid key; send 'Bearer KEY' with the key of this server",
                     status=401,
@@ -86,6 +102,14 @@ class Guard:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            raise ApiError(
+                f"the body's Content-Encoding is {shown(coding)}, and this server reads plain JSON; send it "
+                "uncompressed, without that header",
+                status=415,
+                code="unsupported_encoding",
+            )
         size = headers.get("content-length", "")
         if size.isdecimal() and int(size) > self._most:
             raise self._too_large(f"{int(size)} bytes")
@@ -111,6 +135,22 @@ class Guard:
             status=413,
             code="body_too_large",
         )
+
+
+def _request_id(given: str | None) -> str:
+    """The client's id of a request where it is short and plain, or a new one."""
+    return given if given is not None and _ID.fullmatch(given) else f"req-{token_hex(12)}"
+
+
+def _with_id(send: Send, named: str) -> Send:
+    """The ``send`` that adds the request's id to the headers."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", named.encode())]}
+        await send(message)
+
+    return sending
 
 
 def _digest(key: str) -> bytes:

@@ -20,6 +20,13 @@ __all__ = ["Metrics"]
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_PARTS = {
+    "queue": "Time from arrival to the first token, less the time of the prompt's own rows.",
+    "prefill": "Time of the prompt's own rows.",
+    "decode": "Time from the first to the last token.",
+    "inference": "Time of the prompt's own rows, and from the first to the last token.",
+}
 
 
 class Metrics(Collector):
@@ -47,6 +54,13 @@ class Metrics(Collector):
         self._output = self._histogram("time_per_output_token_seconds", "The same, vLLM's older name.", _TOKEN_SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Time between steps of a text.", _TOKEN_SECONDS)
         self._all = self._histogram("e2e_request_latency_seconds", "Time from arrival to the last token.", _SECONDS)
+        self._tokens = [
+            self._histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS),
+            self._histogram("request_generation_tokens", "New tokens of a request.", _TOKENS),
+        ]
+        self._parts = [
+            self._histogram(f"request_{part}_time_seconds", about, _SECONDS) for part, about in _PARTS.items()
+        ]
         self._registry.register(self)
 
     def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
@@ -87,6 +101,13 @@ class Metrics(Collector):
         self.seconds_each += (whole - self.seconds_each) / 8  # a running mean over about the eight latest
         self._first.observe(first)
         self._all.observe(whole)
+        for histogram, count in zip(self._tokens, (stats.prompt_tokens, stats.new_tokens), strict=True):
+            histogram.observe(count)
+        prefill = min(first, stats.seconds.prefill)
+        for histogram, seconds in zip(
+            self._parts, (first - prefill, prefill, whole - first, whole - first + prefill), strict=True
+        ):
+            histogram.observe(seconds)
         if stats.new_tokens > 1:
             for histogram in (self._each, self._output):
                 histogram.observe((whole - first) / (stats.new_tokens - 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import MinNewTokensLengthLogitsProcessor
@@ -21,10 +21,26 @@ from specdec.serve.processors import Penalties, bias_of
 from specdec.serve.prompts import Encoder, plain_text
 from specdec.settings.sampling_params import SamplingParams
 
-__all__ = ["Plan", "Planner"]
+__all__ = ["Limits", "Plan", "Planner"]
 
+_GREEDY = 1e-5  # temperatures below, at which scores may exceed float32's numbers, take the likeliest token, as in vLLM
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 _EVERY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # OpenAI's defaults
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server allows requests.
+
+    Attributes:
+        context: most tokens of a prompt and its answer.
+        check_answers: raises ApiError for a number of answers for which the server has no place.
+        speculation: options for drafting; raises ApiError for a drafter or rows that the server does not allow.
+    """
+
+    context: int
+    check_answers: Callable[[int], None]
+    speculation: Callable[[Generating], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +50,11 @@ class Plan:
     Attributes:
         fields: the request's fields.
         prompts: token ids of each prompt.
-        requests: the scheduler's requests, ``n`` for each prompt.
+        requests: the scheduler's requests, ``n`` for each prompt; none where the answers are to have no token.
         stops: the stop strings.
         forced: name of the function that the answer must call; ``""`` where the model chooses it; None where no call is
             required.
+        ignored: names of the request's fields that were not followed.
     """
 
     fields: ChatRequest | CompletionRequest
@@ -46,6 +63,7 @@ class Plan:
     stops: list[str]
     speculation: Speculation
     forced: str | None = None
+    ignored: list[str] = field(default_factory=list)
 
     @property
     def n(self) -> int:
@@ -68,7 +86,7 @@ class Planner:
         encoder: makes token ids of prompts.
         grammars: compiles JSON schemas.
         defaults: temperature, top_p, top_k, min_p and repetition_penalty where they differ from OpenAI's defaults.
-        check_speculation: raises ApiError for a drafter or rows that the server does not allow.
+        limits: what the server allows.
     """
 
     def __init__(
@@ -77,11 +95,10 @@ class Planner:
         encoder: Encoder,
         grammars: Callable[[], Grammars],
         defaults: dict[str, Any],
-        check_speculation: Callable[[Speculation], dict[str, Any]],
+        limits: Limits,
     ) -> None:
         self._engine, self._encoder, self._grammars = engine, encoder, grammars
-        self._defaults = {**_EVERY, **defaults}
-        self._check_speculation = check_speculation
+        self._defaults, self._limits = {**_EVERY, **defaults}, limits
         self._chat_end = answer_end(engine.tokenizer)
 
     def chat(self, fields: ChatRequest) -> Plan:
@@ -90,6 +107,7 @@ class Planner:
         Raises:
             ApiError, ConfigError, PromptError: a field has a value that cannot be followed.
         """
+        self._limits.check_answers(fields.n or 1)
         if fields.top_logprobs and not fields.logprobs:
             raise ApiError("top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
         choice = fields.tool_choice
@@ -105,54 +123,52 @@ class Planner:
             )
         more = fields.chat_template_kwargs
         prompt = self._encoder.chat(fields.messages, tools, continues=continues, begins=begins, more=more)
-        budget = fields.max_completion_tokens or fields.max_tokens
+        budget = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
         forced, grammar = self._forced(fields)
-        room = self._engine.target.context_length - len(prompt)
-        return self._plan(fields, [prompt], budget or room, chat=True, forced=forced, grammar=grammar)
+        return self._plan(fields, [prompt], budget, chat=True, forced=forced, grammar=grammar)
 
     def completion(self, fields: CompletionRequest) -> Plan:
         """The plan of a completion; raises as :meth:`chat` does."""
-        prompts = [self._encoder.prompt(prompt) for prompt in _prompts(fields.prompt)]
-        return self._plan(fields, prompts, fields.max_tokens or _COMPLETION_TOKENS)
+        given = _prompts(fields.prompt)
+        self._limits.check_answers(len(given) * (fields.n or 1))
+        prompts = [self._encoder.prompt(prompt) for prompt in given]
+        return self._plan(fields, prompts, _COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens)
 
     def _plan(
         self,
         fields: ChatRequest | CompletionRequest,
         prompts: list[list[int]],
-        budget: int,
+        budget: int | None,
         *,
         chat: bool = False,
         forced: str | None = None,
         grammar: JsonGrammar | None = None,
     ) -> Plan:
+        """The plan of prompts; a budget of None or -1 is what the context leaves."""
         stops = stop_strings(fields.stop or ())
         ends = {*(fields.stop_token_ids or ())}
         if chat and self._chat_end is not None and not fields.ignore_eos:
             ends.add(self._chat_end)  # else the answer would go on behind the end of its turn
         speculation = fields.speculation or Speculation.model_validate({})
-        options: dict[str, Any] = {"stop": stops, "stop_token_ids": ends, **self._check_speculation(speculation)}
+        options: dict[str, Any] = {"stop": stops, "stop_token_ids": ends, **self._limits.speculation(fields)}
         if fields.ignore_eos:
             options["eos_ids"] = frozenset()
+        rooms = [self._limits.context - len(prompt) for prompt in prompts]
         if fields.prediction is not None:
             text = plain_text(fields.prediction.content, "prediction.content", between="") or None
-            options["prediction"] = None if text is None else self._encoder.prediction(text)
-        least = fields.min_tokens or 0
-        if least > budget:
-            raise ApiError(
-                f"min_tokens is {least}, and the answer has at most {budget} tokens; lower it, or raise max_tokens",
-                param="min_tokens",
-                code="invalid_value",
-            )
+            options["prediction"] = None if text is None else self._encoder.prediction(text, min(rooms))
+        budgets = [room if budget in (None, -1) else min(budget or 0, room) for room in rooms]
+        closing = sorted((frozenset() if fields.ignore_eos else self._engine.target.eos_ids) | ends)
+        least = self._least(fields, min(budgets), closing)
         grammar = grammar or self._grammar(fields.response_format)
         sampling = self._sampling(fields)
         bias = bias_of(fields.logit_bias, self._engine.target.vocab_size) if fields.logit_bias else None
         plan = Plan(fields, prompts, [], stops, speculation, forced)
         options["logprobs"] = plan.logprobs
-        for prompt in prompts:
+        for prompt, own_budget in zip(prompts, budgets if budget != 0 else (), strict=budget != 0):
             chain: list[Any] = [bias] if bias is not None else []
             if fields.presence_penalty or fields.frequency_penalty:
                 chain.append(Penalties(len(prompt), fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0))
-            closing = sorted((frozenset() if fields.ignore_eos else self._engine.target.eos_ids) | ends)
             if least and closing:
                 chain.append(
                     MinNewTokensLengthLogitsProcessor(len(prompt), least, closing, str(self._engine.target.head_device))
@@ -160,13 +176,35 @@ class Planner:
             chain += [grammar] if grammar is not None else []
             for number in range(plan.n):
                 own = replace(sampling, seed=sampling.seed + number)
-                plan.requests.append(Request(prompt, budget, own, logits_processor=chain, **options))
+                plan.requests.append(Request(prompt, own_budget, own, logits_processor=chain, **options))
         return plan
+
+    def _least(self, fields: Generating, budget: int, closing: Sequence[int]) -> int:
+        """The answers' least number of tokens; raises ApiError where no answer can have it."""
+        least = fields.min_tokens or 0
+        if least > budget:
+            raise ApiError(
+                f"min_tokens is {least}, and the answer has at most {budget} tokens, by max_tokens or by the context; "
+                "lower it",
+                param="min_tokens",
+                code="invalid_value",
+            )
+        size = self._engine.target.vocab_size
+        if least and sum(0 <= token < size for token in closing) == size:
+            raise ApiError(
+                f"min_tokens is {least}, and stop_token_ids holds every token, so that none may come first; leave one "
+                "of them out",
+                param="stop_token_ids",
+                code="invalid_value",
+            )
+        return least
 
     def _sampling(self, fields: Generating) -> SamplingParams:
         values = {name: getattr(fields, name) for name in _EVERY}
         values = {name: self._defaults[name] if value is None else value for name, value in values.items()}
         values["top_k"] = max(0, values["top_k"])
+        if values["temperature"] < _GREEDY:
+            values["temperature"] = 0.0
         seed = secrets.randbits(32) if fields.seed is None else fields.seed
         return SamplingParams(**values, seed=seed)
 

@@ -38,7 +38,7 @@ def bias_of(biases: Mapping[str, float], vocab_size: int) -> Any:
     """
     found: dict[tuple[int, ...], float] = {}
     for name, bias in biases.items():
-        if not (name.isdecimal() and int(name) < vocab_size):
+        if not (name.isascii() and name.isdecimal() and len(name) < 20 and int(name) < vocab_size):
             raise ApiError(
                 f"logit_bias has the key {shown(name)}; its keys are token ids in [0, {vocab_size}), as /tokenize "
                 "gives them",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment, meta
+from pydantic_core import from_json
 
 from specdec.engine.conversations import writes_chats
 from specdec.engine.engine import Engine
@@ -16,6 +16,7 @@ from specdec.engine.prompt import token_ids
 from specdec.errors import first_line, shown
 from specdec.serve.errors import ApiError
 from specdec.serve.fields import Message, TextPart, Tool
+from specdec.serve.text_bounds import bytes_of_a_token, least_tokens
 
 __all__ = ["Encoder", "plain_text"]
 
@@ -30,26 +31,47 @@ class Encoder:
     """Makes prompts for an engine. One thread at a time may use it, as with tokenizers.
 
     Args:
-        engine: the engine whose vocabulary and context length bound the prompts.
+        engine: the engine whose vocabulary bounds the prompts' tokens.
         tokenizer: a tokenizer that no other thread uses.
+        context: most tokens of a prompt and its answer.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
+    def __init__(self, engine: Engine, tokenizer: Any, context: int) -> None:
+        self._engine, self._tokenizer, self.context = engine, tokenizer, context
+        self._token_bytes = bytes_of_a_token(tokenizer)
         self.knows_tools = _names_tools(getattr(tokenizer, "chat_template", None))
 
-    def prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a text; token ids are checked and returned.
+    def prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that begin one; token ids are checked and returned.
 
         Raises:
             ApiError: the prompt exceeds the context.
             PromptError: the prompt is empty, or has tokens outside the vocabulary.
         """
+        if isinstance(prompt, str):
+            self._check_text(prompt, "prompt")
+            if not special:
+                return self._fitting(list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"]), "prompt")
         return self._fitting(token_ids(prompt, self._tokenizer), "prompt")
 
-    def prediction(self, text: str) -> list[int]:
-        """Token ids of a prediction, a text that the answer is expected to resemble."""
-        return prediction_ids(text, self._tokenizer, self._engine.target.vocab_size)
+    def prediction(self, text: str, room: int) -> list[int]:
+        """Token ids of a prediction, a text that the answer is expected to resemble.
+
+        Raises:
+            ApiError: it is longer than ``room``, the tokens that the context leaves to the answer.
+        """
+        least, tokens = least_tokens(text, self._token_bytes), list[int]()
+        if least <= room:
+            tokens = prediction_ids(text, self._tokenizer, self._engine.target.vocab_size)
+        if max(least, len(tokens)) > room:
+            count = f"{len(tokens)}" if tokens else f"at least {least}"
+            raise ApiError(
+                f"prediction.content has {count} tokens, and the context leaves {room} to the answer; send the part "
+                "that the answer may have",
+                param="prediction.content",
+                code="invalid_value",
+            )
+        return tokens
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special tokens included.
@@ -65,6 +87,11 @@ class Encoder:
             )
         text: str = self._tokenizer.decode(list(tokens))
         return text
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Token ids as the vocabulary's pieces."""
+        pieces: list[str] = self._tokenizer.convert_ids_to_tokens(list(tokens))
+        return pieces
 
     def chat(
         self,
@@ -96,6 +123,13 @@ class Encoder:
                 code="no_chat_template",
             )
         plain = [_plain(message, place) for place, message in enumerate(messages)]
+        if continues and "tool_calls" in plain[-1]:
+            raise ApiError(
+                "continue_final_message is true, and the last message has tool_calls, behind which no text goes on; "
+                "leave out one of them",
+                param="continue_final_message",
+                code="invalid_value",
+            )
         options: dict[str, Any] = dict(more or {})
         if own := sorted(_OWN & options.keys()):
             raise ApiError(
@@ -112,12 +146,13 @@ class Encoder:
                     code="unsupported_parameter",
                 )
             options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        bounds = self._token_bytes is not None  # else the template may come with a way of its own to tokenize
         try:
             encoded = self._tokenizer.apply_chat_template(
                 plain,
                 add_generation_prompt=begins and not continues,
                 continue_final_message=continues,
-                return_dict=True,
+                **({"tokenize": False} if bounds else {"return_dict": True}),
                 **options,
             )
         except Exception as error:  # a template is the checkpoint's code and may raise anything
@@ -126,18 +161,28 @@ class Encoder:
                 "them",
                 param="messages",
             ) from error
+        if bounds:
+            self._check_text(encoded, "messages")
+            encoded = self._tokenizer(encoded, add_special_tokens=False)
         return self._fitting(list(encoded["input_ids"]), "messages")
 
+    def _check_text(self, text: str, param: str) -> None:
+        """Raises ApiError for a text that is too long for the context by its length alone, before it is tokenized."""
+        if (least := least_tokens(text, self._token_bytes)) >= self.context:
+            raise self._too_long(f"at least {least}", param)
+
     def _fitting(self, tokens: list[int], param: str) -> list[int]:
-        context = self._engine.target.context_length
-        if len(tokens) >= context:
-            raise ApiError(
-                f"{param} has {len(tokens)} tokens, and the model's context holds {context} with at least one new "
-                f"token; send at most {context - 1}",
-                param=param,
-                code="context_length_exceeded",
-            )
+        if len(tokens) >= self.context:
+            raise self._too_long(str(len(tokens)), param)
         return self._engine.encode(tokens)
+
+    def _too_long(self, count: str, param: str) -> ApiError:
+        return ApiError(
+            f"{param} has {count} tokens, and the model's context holds {self.context} with at least one new token; "
+            f"send at most {self.context - 1}",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def plain_text(content: str | Sequence[TextPart] | None, param: str, between: str = "\n") -> str | None:
@@ -163,11 +208,11 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
     """The message as chat templates expect it: its content as one text, the arguments of calls as objects."""
     where = f"messages.{place}"
     content = plain_text(message.content, f"{where}.content")
-    if content is None and not message.tool_calls:
+    if content is None and message.role == "user":
         raise ApiError(f"{where} has no content; give a text", param=f"{where}.content")
-    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": content or ""}
     if message.tool_calls:
-        plain["content"] = content or ""
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
@@ -179,9 +224,9 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
-            return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+            return {**call, "function": {**function, "arguments": from_json(function["arguments"])}}
         except ValueError:
-            return call  # the model wrote no JSON; the template shows the text unchanged
+            return call  # the model wrote no JSON, or a nest of brackets; the template shows the text unchanged
     return call
 
 

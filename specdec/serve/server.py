@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,20 +16,23 @@ from specdec.engine.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.serve.app import make_app
 from specdec.serve.config import ServeConfig
+from specdec.serve.connections import Connection
 from specdec.serve.errors import ApiError
 from specdec.serve.guard import HEADER_BYTES
 from specdec.serve.service import Service
 
 __all__ = ["Server", "address_of", "bound_socket", "serve"]
 
+_TICK = 0.05  # seconds between two looks at whether requests still run
 _LAST_SECONDS = 5  # after the grace period, for the last errors to be sent
 
 
 class Server(uvicorn.Server):
     """A uvicorn server for one service.
 
-    After a first signal, it refuses new requests and ends when the running ones have ended; when the grace period is
-    over, these end with an error. A second signal ends it at once.
+    After a first signal, it answers new requests with 503, so that whoever asks ``/health`` sees that it ends, and ends
+    when the running ones have ended; when the grace period is over, these end with an error. A second signal ends it at
+    once.
 
     Args:
         service: the service behind the application.
@@ -39,17 +43,17 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service, on_ready: Callable[[], None] = lambda: None) -> None:
-        grace = service.config.grace
         config = uvicorn.Config(
             make_app(service),
-            http="h11",  # h11 limits the size of headers
+            http=Connection,
+            timeout_keep_alive=math.ceil(service.config.keep_alive),
             h11_max_incomplete_event_size=HEADER_BYTES,
             ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=int(grace) + _LAST_SECONDS,
+            timeout_graceful_shutdown=_LAST_SECONDS,
         )
         super().__init__(config)
         self.service, self._on_ready = service, on_ready
@@ -60,16 +64,24 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start the graceful end, or end at once where it had started."""
-        self.force_exit = self.should_exit
+        """Start the graceful end, or end at once where it had started.
+
+        The signal is not raised again once the server has ended, as uvicorn would do: it was followed.
+        """
+        self.force_exit = self.service.forced = self.should_exit
         self.should_exit = True
         self.service.draining = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.draining = True
-        late = asyncio.get_running_loop().call_later(self.service.config.grace, self._abort)
+        loop, grace = asyncio.get_running_loop(), self.service.config.grace
+        late, end = loop.call_later(grace, self._abort), loop.time() + grace + _LAST_SECONDS
         try:
+            while self.service.answering and not self.force_exit and loop.time() < end:
+                await asyncio.sleep(_TICK)
             await super().shutdown(sockets)
+            if self.force_exit:  # which uvicorn leaves out; cancelled instead, the application would log a traceback
+                await self.lifespan.shutdown()
         finally:
             late.cancel()
 
@@ -137,12 +149,20 @@ def address_of(bound: socket.socket) -> str:
 def _log_to_stderr() -> Iterator[None]:
     """Write the log to standard error, with times, while the context is open."""
     logger, handler = logging.getLogger("specdec.serve"), logging.StreamHandler()
+    uvicorn_log = logging.getLogger("uvicorn.error")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = logger.level
     logger.addHandler(handler)
+    uvicorn_log.addFilter(_not_cancelled)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+        uvicorn_log.removeFilter(_not_cancelled)
+
+
+def _not_cancelled(record: logging.LogRecord) -> bool:
+    """Whether a record is to be logged: a second signal cancels what runs, and no traceback says so."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

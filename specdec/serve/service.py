@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from time import time
-from typing import Any, TypeVar
+from typing import Any
 
 from specdec.drafter import Drafter
 from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.engine.engine import Engine
 from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.scheduler import Scheduler
-from specdec.errors import shown, unknown
+from specdec.errors import ConfigError, shown, unknown
+from specdec.serve.answers import Answer
 from specdec.serve.calls import MARKS
+from specdec.serve.chat import ChatAnswer
+from specdec.serve.completions import CompletionAnswer
 from specdec.serve.config import ServeConfig
 from specdec.serve.engine_thread import EngineThread, Inbox, Submitted
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import Speculation
-from specdec.serve.json_grammar import Grammars
+from specdec.serve.fields import ChatRequest, Generating, Speculation
+from specdec.serve.lanes import LARGE, Lane
+from specdec.serve.logprobs import TokenNames
 from specdec.serve.metrics import Metrics
-from specdec.serve.plan import Plan, Planner
-from specdec.serve.prompts import Encoder
+from specdec.serve.plan import Limits, Plan
 
-__all__ = ["Service", "sampling_defaults"]
-
-T = TypeVar("T")
+__all__ = ["Service", "sampling_defaults", "step_rows"]
 
 
 class Service:
@@ -40,47 +36,64 @@ class Service:
         config: names, limits and defaults; its engine options have already been applied.
 
     Attributes:
+        names: the model's names for clients; answers have the first.
+        context: most tokens of a prompt and its answer.
         drafters: drafters that requests can name, by name; None stands for the engine's own.
         prefixes: the cache of prompt prefixes; None where prefixes are not kept.
         draining: whether the server is ending and refuses new requests.
+        forced: whether the server ends at once, without waiting for a step.
+        lanes: threads that plan requests, that for large bodies last.
+        answering: the number of requests whose body was read and whose answer has not been sent.
     """
 
     def __init__(self, engine: Engine, config: ServeConfig) -> None:
         self.engine, self.config = engine, config
-        self.name, self.created = config.name, int(time())
-        self.draining = False
+        self.names, self.created = config.names, int(time())
+        self.name = self.names[0]
+        self.draining, self.forced, self.answering = False, False, 0
         self.metrics = Metrics(self.name, config.max_num_seqs, config.cache_bytes)
         self.thread = EngineThread(self._scheduler, self.metrics.stepped)
-        # One thread at a time may use a tokenizer; the engine's own is for the threads that decode.
-        self._tokenizer = copy.deepcopy(engine.tokenizer)
-        self.encoder = Encoder(engine, self._tokenizer)
-        self.planner = Planner(
-            engine, self.encoder, lambda: self._grammars, sampling_defaults(engine, config), self._speculation
+        self.context, self._step_rows = _context(engine, config), step_rows(engine, config)
+        limits, defaults = (
+            Limits(self.context, self._check_answers, self._speculation),
+            sampling_defaults(engine, config),
         )
+        # The engine's own tokenizer is for the threads that decode.
+        self.lanes = [Lane(name, engine, limits, defaults) for name in ("plan", "plan-large")]
         self.drafters = _drafters(engine, config)
         kept = config.prefix_bytes if config.prefix_bytes is not None else config.cache_bytes or _PREFIX_BYTES
         self.prefixes = PrefixTree(max_bytes=kept) if kept else None
-        self._planning = ThreadPoolExecutor(1, thread_name_prefix="specdec-plan")
         template = getattr(engine.tokenizer, "chat_template", None)
-        self.marks_calls = isinstance(template, str) and MARKS[0] in template
+        self._token_names = TokenNames(engine.tokenizer)
+        self._marks_calls = isinstance(template, str) and MARKS[0] in template
 
     def _scheduler(self) -> Scheduler:
         config = self.config
         self.engine.warm_up(config.max_num_seqs)
-        return Scheduler(self.engine, batch=config.max_num_seqs, cache_bytes=config.cache_bytes, prefixes=self.prefixes)
+        return Scheduler(
+            self.engine,
+            batch=config.max_num_seqs,
+            step_rows=self._step_rows,
+            cache_bytes=config.cache_bytes,
+            prefixes=self.prefixes,
+        )
 
-    @cached_property
-    def _grammars(self) -> Grammars:
-        return Grammars(self._tokenizer, self.engine.target.vocab_size, self.engine.target.eos_ids)
+    def lane(self, body: bytes) -> Lane:
+        """The lane for a body of this size."""
+        return self.lanes[len(body) >= LARGE]
 
     @property
     def ready(self) -> bool:
         """Whether the server accepts new requests."""
         return self.thread.alive and not self.draining
 
-    async def apart(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a call that tokenizes or compiles in a thread, and return its result, without blocking the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._planning, call, *arguments)
+    def answer(self, plan: Plan) -> Answer:
+        """An empty answer to a plan, in its protocol."""
+        engine = self.engine
+        arguments = (plan, self.name, engine.tokenizer, engine.max_rows, self._token_names)
+        if isinstance(plan.fields, ChatRequest):
+            return ChatAnswer(*arguments, marks_calls=self._marks_calls)
+        return CompletionAnswer(*arguments)
 
     def check_ready(self) -> None:
         """Raises ApiError where the server refuses new requests."""
@@ -96,9 +109,9 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for a model that this server does not have; a request need not name one."""
-        if name is not None and name != self.name:
+        if name is not None and name not in self.names:
             raise ApiError(
-                f"there is no model {shown(name)} here; this server has {self.name!r}",
+                f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.names))}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -111,11 +124,18 @@ class Service:
             ApiError: the queue is full, or the server is ending.
         """
         self.check_ready()
-        wanted, held = len(plan.requests), len(self.thread.unfinished)
-        most = self.config.max_num_seqs + self.config.max_queue
+        self._check_answers(len(plan.requests))
+        return [self.thread.submit(request, inbox, index) for index, request in enumerate(plan.requests)]
+
+    def _check_answers(self, wanted: int) -> None:
+        """Raises ApiError for more answers than there is place for. Called in lanes, before anything is tokenized."""
+        held, most = len(self.thread.unfinished), self.config.max_num_seqs + self.config.max_queue
         if wanted > most:
             raise ApiError(
-                f"the request wants {wanted} answers, and the server takes {most} at once; ask for fewer", param="n"
+                f"the request wants {wanted} answers, prompts times n, and the server takes {most} at once; ask for "
+                "fewer",
+                param="n",
+                code="invalid_value",
             )
         if held + wanted > most:
             raise ApiError(
@@ -125,15 +145,16 @@ class Service:
                 code="queue_full",
                 headers={"Retry-After": str(self._seconds_to_wait(wanted))},
             )
-        return [self.thread.submit(request, inbox, index) for index, request in enumerate(plan.requests)]
 
     def _seconds_to_wait(self, wanted: int) -> int:
         """Estimated seconds until ``wanted`` sequences have ended, by the time that the latest ones took."""
         return min(60, max(1, math.ceil(self.metrics.seconds_each * wanted / self.config.max_num_seqs)))
 
-    def _speculation(self, asked: Speculation) -> dict[str, Any]:
+    def _speculation(self, fields: Generating) -> dict[str, Any]:
         """A request's options for drafting; raises ApiError for one that the server does not allow."""
-        options: dict[str, Any] = {"max_rows": asked.max_rows, "prefix_cache": self.prefixes, "trace": asked.trace}
+        asked = fields.speculation or Speculation.model_validate({})
+        options: dict[str, Any] = {"max_rows": asked.max_rows, "trace": asked.trace}
+        options["prefix_cache"] = None if self.prefixes is None else self.prefixes.salted(fields.cache_salt or "")
         if asked.max_rows is not None and asked.max_rows > self.engine.max_rows:
             raise ApiError(
                 f"speculation.max_rows is {asked.max_rows}, and the server's is {self.engine.max_rows}; ask for at "
@@ -160,11 +181,47 @@ class Service:
 
     async def close(self) -> None:
         """Stop the threads."""
-        await self.thread.close()
-        self._planning.shutdown(wait=False, cancel_futures=True)
+        await self.thread.close(waits=not self.forced)
+        for lane in self.lanes:
+            lane.close()
 
 
 _PREFIX_BYTES = 1 << 30
+_STEP_SECONDS = 0.25  # of a step's rows, in which prompts come in and everybody else waits for the next token
+_MOST_STEP_ROWS = 256  # more rows make no product faster
+
+
+def step_rows(engine: Engine, config: ServeConfig) -> int:
+    """Most rows of a step: those of ``--max-num-batched-tokens``, or by the measured costs of rows.
+
+    Raises:
+        ConfigError: the option's value cannot hold one draft.
+    """
+    given = config.max_num_batched_tokens
+    if given is not None:
+        if given < engine.max_rows:
+            raise ConfigError(
+                f"max_num_batched_tokens is {given}, and one draft may have max_rows = {engine.max_rows} rows; give at "
+                "least as many"
+            )
+        return given
+    costs, length = engine.costs, min(2048, engine.target.context_length - 1)
+    seconds = costs.at(length, _MOST_STEP_ROWS)
+    return max(engine.max_rows, int((seconds <= _STEP_SECONDS).sum()) - 1)
+
+
+def _context(engine: Engine, config: ServeConfig) -> int:
+    """Most tokens of a prompt and its answer.
+
+    Raises:
+        ConfigError: ``--max-model-len`` is more than the model has.
+    """
+    most, own = config.max_model_len, engine.target.context_length
+    if most is not None and most > own:
+        raise ConfigError(f"max_model_len is {most}, and the model's context holds {own} tokens; give at most {own}")
+    return own if most is None else most
+
+
 _UNTRAINED = ("auto", "jacobi", "lookahead", "prompt_lookup", "suffix_automaton", "token_recycling")
 
 

@@ -411,6 +411,8 @@ def test_models_health_version_and_figures(running: Running, client: openai.Open
             "time_per_output_token_seconds_count",
         ),
         *("num_requests_running", "num_requests_waiting"),
+        *(f"request_{part}_time_seconds_count" for part in ("queue", "prefill", "decode", "inference")),
+        *("e2e_request_latency_seconds_count", "request_prompt_tokens_sum", "request_generation_tokens_sum"),
         *("generation_tokens_total", "prompt_tokens_total", "request_success_total"),
     ):
         assert f"vllm:{name}{{" in text, name
@@ -423,9 +425,8 @@ def test_tokenize_and_detokenize(running: Running, served_engine: Engine) -> Non
         found = http.post("/tokenize", json={"model": "tiny", "prompt": PROMPT}).json()
         assert found["tokens"] == served_engine.encode(PROMPT)
         assert found["count"] == len(found["tokens"])
-        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {
-            "prompt": served_engine.tokenizer.decode(found["tokens"])
-        }
+        text = served_engine.tokenizer.decode(found["tokens"])
+        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text, "content": text}
         chat = http.post("/tokenize", json={"messages": MESSAGES}).json()
         assert chat["tokens"] == served_engine.encode(MESSAGES)
 

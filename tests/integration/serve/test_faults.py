@@ -98,12 +98,9 @@ MALFORMED: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": HELLO, "min_p": 1}, 400, "min_p", "less than 1"),
     (CHAT, {"messages": HELLO, "n": 0}, 400, "n", "0"),
     (CHAT, {"messages": HELLO, "n": 10**9}, 400, "n", "128"),
-    (CHAT, {"messages": HELLO, "max_tokens": 0}, 400, "max_tokens", "0"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": True}, 400, "max_completion_tokens", "True"),
     (CHAT, {"messages": HELLO, "seed": 2**70}, 400, "seed", str(2**70)),
-    (CHAT, {"messages": HELLO, "stop": ""}, 400, "stop", "''"),
-    (CHAT, {"messages": HELLO, "stop": [""]}, 400, "stop.0", "at least 1"),
-    (CHAT, {"messages": HELLO, "stop_token_ids": [9999]}, 400, None, "9999"),
+    (CHAT, {"messages": HELLO, "stop_token_ids": [9999]}, 400, "stop_token_ids", "9999"),
     (CHAT, {"messages": HELLO, "logit_bias": {"x": 1}}, 400, "logit_bias", "'x'"),
     (CHAT, {"messages": HELLO, "logit_bias": {"9999": 1}}, 400, "logit_bias", "'9999'"),
     (CHAT, {"messages": HELLO, "logit_bias": {"5": 101}}, 400, "logit_bias.5", "101.*100"),
@@ -157,10 +154,10 @@ MALFORMED: list[tuple[str, Any, int, str | None, str]] = [
     ("/v1/models", {}, 405, None, "call it by GET"),
     (COMPLETIONS, {}, 400, "prompt", "missing"),
     (COMPLETIONS, {"prompt": []}, 400, "prompt", "empty"),
-    (COMPLETIONS, {"prompt": ["", []]}, 400, "prompt.1", "string"),
+    (COMPLETIONS, {"prompt": ["", []]}, 400, "prompt", "item 1"),
     (COMPLETIONS, {"prompt": [[]]}, 400, None, "empty"),
     (COMPLETIONS, {"prompt": [5000]}, 400, None, "5000"),
-    (COMPLETIONS, {"prompt": [-1]}, 400, "prompt.0", "-1"),
+    (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "item 0 is -1"),
     (COMPLETIONS, {"prompt": [1] * CONTEXT}, 400, "prompt", f"{CONTEXT} tokens.*at most {CONTEXT - 1}"),
     (COMPLETIONS, {"prompt": "x", "echo": True}, 400, "echo", "True"),
     (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix", "'y'"),
@@ -235,7 +232,7 @@ def test_a_text_for_which_no_memory_is_left_is_503_with_the_remedy(steady: Runni
         answer = http.post(COMPLETIONS, json={"prompt": [FULL, 7], "max_tokens": 3})
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "out_of_memory"
-        assert "lower max_new_tokens" in answer.json()["error"]["message"]
+        assert "lower max_tokens" in answer.json()["error"]["message"], "in the request's words"
         assert http.post(COMPLETIONS, json={"prompt": [7]}).status_code == 200
 
 
@@ -390,11 +387,8 @@ def test_a_signal_lets_running_requests_end_and_takes_no_new_ones(gate: Gate) ->
             pass
         running.server.handle_exit(signal.SIGTERM, None)
         with running.http() as http:
-            try:  # the socket is closed; before that the server says that it ends
-                found = [http.post(COMPLETIONS, json={"prompt": [7]}).status_code, http.get("/health").status_code]
-            except httpx2.TransportError:
-                found = []
-            assert found in ([], [503, 503])
+            found = [http.post(COMPLETIONS, json={"prompt": [7]}).status_code, http.get("/health").status_code]
+            assert found == [503, 503]
         gate.opened.set()
         for client in clients:
             client.join(SECONDS)

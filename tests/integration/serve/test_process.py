@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread, Timer
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slow  # each loads torch and a model anew
 
 
 @contextmanager
-def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command, and its address once it is ready."""
+def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, Future[str]]]:
+    """The command, its address once it is ready, and what it says from then on to its end."""
     command = [sys.executable, "-m", "specdec", "serve", "--model", "tiny", "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         late = Timer(SECONDS, process.kill)
@@ -34,8 +34,10 @@ def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             line = process.stderr.readline()
             ready = re.fullmatch(r"(http://127\.0\.0\.1:\d+) serves tiny, drafted by (\w+)\n", line)
             assert ready, line
-            Thread(target=process.stderr.read, daemon=True).start()  # or a full pipe would stop the log, and all
-            yield process, ready[1]
+            said: Future[str] = Future()
+            read = process.stderr.read  # or a full pipe would stop the log, and all
+            Thread(target=lambda: said.set_result(read()), daemon=True).start()
+            yield process, ready[1], said
         finally:
             late.cancel()
             process.kill()
@@ -43,7 +45,7 @@ def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_under_load_lets_requests_end(number: int) -> None:
-    with started("--max-num-seqs", "2") as (process, url):
+    with started("--max-num-seqs", "2") as (process, url, _):
 
         async def ask(client: httpx2.AsyncClient, place: int, begun: asyncio.Event) -> int | None:
             body = {"prompt": f"x{place}", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
@@ -72,20 +74,21 @@ def test_a_signal_under_load_lets_requests_end(number: int) -> None:
         assert process.wait(SECONDS) == 0
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
-    with started("--grace", "100") as (process, url):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(number: int) -> None:
+    with started("--grace", "100") as (process, url, said):
         body = {"prompt": "x", "max_tokens": 2000, "temperature": 0, "stream": True, "ignore_eos": True}
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as answer:
             lines = answer.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(httpx2.TransportError):
-                while httpx2.get(f"{url}/health", timeout=SECONDS).status_code == 200:
-                    pass
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
+            while httpx2.get(f"{url}/health", timeout=SECONDS).status_code == 200:
+                pass
+            process.send_signal(number)
             with pytest.raises(httpx2.TransportError):
                 assert list(lines)[-2] != "data: [DONE]", "it went on to the answer's end"
-        process.wait(SECONDS)
+        assert process.wait(SECONDS) == 0
+        assert "Traceback" not in said.result(SECONDS)
 
 
 def test_memory_does_not_grow_with_requests() -> None:
@@ -93,7 +96,7 @@ def test_memory_does_not_grow_with_requests() -> None:
         pages = Path(f"/proc/{process.pid}/statm").read_text().split()[1]
         return int(pages) * 4096
 
-    with started("--prefix-bytes", "2000000", "--max-num-seqs", "4", "--drafter", "prompt_lookup") as (process, url):
+    with started("--prefix-bytes", "2000000", "--max-num-seqs", "4", "--drafter", "prompt_lookup") as (process, url, _):
 
         async def some(count: int, first: int) -> None:
             async with httpx2.AsyncClient(base_url=url, timeout=SECONDS) as client:
@@ -126,7 +129,7 @@ def test_an_idle_server_takes_no_processor() -> None:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
-    with started() as (process, url):
+    with started() as (process, url, _):
         httpx2.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 9}, timeout=SECONDS)
         before = ticks(process)
         with pytest.raises(subprocess.TimeoutExpired):

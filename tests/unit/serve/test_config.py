@@ -23,11 +23,11 @@ def test_any_host_but_loopback_needs_a_key(host: str, monkeypatch: pytest.Monkey
     monkeypatch.delenv(API_KEY, raising=False)
     with pytest.raises(ConfigError, match="there is no key: give --api-key-file"):
         ServeConfig(host=host)
-    assert ServeConfig(host=host, api_key="sesame").key == "sesame"
+    assert ServeConfig(host=host, api_key="sesame").keys == ["sesame"]
     (tmp_path / "key").write_text("from-file\n")
-    assert ServeConfig(host=host, api_key_file=str(tmp_path / "key")).key == "from-file"
+    assert ServeConfig(host=host, api_key_file=str(tmp_path / "key")).keys == ["from-file"]
     monkeypatch.setenv(API_KEY, "from-environment")
-    assert ServeConfig(host=host).key == "from-environment"
+    assert ServeConfig(host=host).keys == ["from-environment"]
 
 
 def test_clients_call_the_model_by_the_served_name() -> None:
@@ -39,10 +39,10 @@ def test_clients_call_the_model_by_the_served_name() -> None:
 def test_loopback_needs_none(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY, raising=False)
     assert is_loopback(host)
-    assert ServeConfig(host=host).key is None
+    assert ServeConfig(host=host).keys == []
 
 
-@pytest.mark.parametrize("key", ["", " ", "two words", "schlüssel", "a\nb"])
+@pytest.mark.parametrize("key", ["", " ", "two words", "schlüssel"])
 def test_a_key_is_visible_ascii(key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no key"):
         ServeConfig(host="0.0.0.0", api_key=key)
@@ -53,6 +53,11 @@ def test_a_key_is_visible_ascii(key: str, monkeypatch: pytest.MonkeyPatch, tmp_p
         ServeConfig(host="0.0.0.0", api_key_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="give one of them"):
         ServeConfig(api_key="a", api_key_file="b")
+    with pytest.raises(ConfigError, match="holds no key"):
+        ServeConfig(host="0.0.0.0", api_key="a\nb")
+    (tmp_path / "key").write_text("a\nb c\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        ServeConfig(host="0.0.0.0", api_key_file=str(tmp_path / "key"))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,11 @@ def test_a_key_is_visible_ascii(key: str, monkeypatch: pytest.MonkeyPatch, tmp_p
         (["--cache-bytes", "-1"], "cache_bytes is -1"),
         (["--generation-config", "mine"], "unknown generation_config 'mine'"),
         (["--allow-origin", "example.org"], "allow_origin holds 'example.org'"),
+        (["--allow-origin", "https://example.org/page"], "without a path"),
+        (["--root-path", "llm/"], "root_path is 'llm/'"),
+        (["--unknown-fields", "drop"], "unknown unknown_fields 'drop'"),
+        (["--max-model-len", "1000000"], "max_model_len is 1000000, and the model's context holds"),
+        (["--max-num-batched-tokens", "2"], "max_num_batched_tokens is 2, and one draft may have"),
     ],
 )
 def test_one_line_says_what_is_wrong(

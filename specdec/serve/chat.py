@@ -1,0 +1,80 @@
+"""Answers to ``/v1/chat/completions``: messages, with tool calls that are read from the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.serve.answers import Answer, Json
+from specdec.serve.calls import CallReader, Delta
+from specdec.serve.choices import Choice, Piece
+from specdec.serve.fields import ChatRequest
+from specdec.serve.logprobs import TokenNames
+from specdec.serve.plan import Plan
+
+__all__ = ["ChatAnswer"]
+
+
+class ChatAnswer(Answer):
+    """The answer to a chat.
+
+    Args:
+        plan, model, tokenizer, max_rows: see :class:`specdec.serve.answers.Answer`.
+        names: names of tokens.
+        marks_calls: whether the chat template asks the model to mark tool calls in its text.
+    """
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, plan: Plan, model: str, tokenizer: Any, max_rows: int, names: TokenNames, *, marks_calls: bool
+    ) -> None:
+        super().__init__(plan, model, tokenizer, max_rows)
+        assert isinstance(plan.fields, ChatRequest)
+        marked = marks_calls and plan.forced is None and bool(plan.fields.tools)
+        self._names, self._readers = names, [CallReader(plan.forced, marked) for _ in self.choices]
+
+    def opening(self) -> list[Json]:
+        first = {"role": "assistant", "content": ""}
+        ended = [one for one in self.choices if one.finish_reason is not None]
+        return [
+            *(self._chunk([_piece(choice, first)]) for choice in self.choices),
+            *(self._chunk([_piece(choice, {}, choice.finish_reason)]) for choice in ended),
+        ]
+
+    def _pieces(self, choice: Choice, piece: Piece) -> list[Json]:
+        logprobs = None if self._plan.logprobs is None else self._names.chat(piece.logprobs)
+        always = logprobs is not None or piece.traced
+        deltas = self._readers[choice.index].read(piece.text, piece.last) or ([{"content": ""}] if always else [])
+        found = [_piece(choice, delta) for delta in deltas]
+        if found and logprobs is not None:
+            found[0]["logprobs"] = logprobs
+        if piece.last:
+            found.append(_piece(choice, {}, self._reason(choice)))
+        return found
+
+    def _choice(self, choice: Choice) -> Json:
+        logprobs = None if self._plan.logprobs is None else self._names.chat(choice.logprobs)
+        message = _message(self._readers[choice.index].read(choice.text, True))
+        reason = self._reason(choice)
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _reason(self, choice: Choice) -> str | None:
+        calls = self._readers[choice.index].count > 0
+        ends = calls and choice.finish_reason == "stop" and not self._plan.forced
+        return "tool_calls" if ends else choice.finish_reason
+
+
+def _piece(choice: Choice, delta: Delta, reason: str | None = None) -> Json:
+    return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _message(deltas: Sequence[Delta]) -> Json:
+    """The whole message that a stream's pieces add up to."""
+    said = [delta["content"] for delta in deltas if "content" in delta]
+    calls: list[Json] = []
+    for delta in deltas:
+        for call in delta.get("tool_calls", ()):
+            calls.append({name: value for name, value in call.items() if name != "index"})
+    message: Json = {"role": "assistant", "content": "".join(said) if said or not calls else None}
+    return {**message, "tool_calls": calls} if calls else message
