@@ -120,7 +120,8 @@ def arithmetic() -> str | None:
     loaded = library()
     if loaded is None:
         return None
-    return loaded.specdec_arithmetic().decode() + (", tiles" if loaded.specdec_tiles() else "")
+    name: str = loaded.specdec_arithmetic().decode()
+    return name + (", tiles" if loaded.specdec_tiles() else "")
 
 
 def products() -> str | None:

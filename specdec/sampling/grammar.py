@@ -5,18 +5,18 @@ text: :class:`Grammar` returns the state after the prompt, and :meth:`Matcher.ad
 States are values: the rows of a step branch, so one state has several next states, most of which are thrown away.
 
 Pass it as a processor: ``engine.generate(prompt, logits_processor=[grammar])``. Where a library's matcher changes in
-place (xgrammar, outlines), ``advance`` forks it first:
-``other = matcher.fork(); other.accept_token(token)``.
+place (llguidance, outlines), ``advance`` copies it first: ``other = matcher.deep_copy(); other.consume_token(token)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Grammar", "Matcher", "States"]
+__all__ = ["Ended", "Grammar", "Matcher", "States"]
 
 
 class Matcher(Protocol):
@@ -25,7 +25,8 @@ class Matcher(Protocol):
     def advance(self, token: int) -> Matcher | None:
         """The state after one more token, or None where the token may not follow; this state is not changed.
 
-        A draft may hold tokens that may not follow; they are never accepted.
+        A draft may hold tokens that may not follow; they are never accepted. It may also hold the end token, and then
+        one more token is asked for behind it: the state behind an end is one such as :class:`Ended`.
         """
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
@@ -41,6 +42,25 @@ class Grammar(Protocol):
 
     def start(self, prompt: Sequence[int]) -> Matcher:
         """The state after the prompt, of a new text."""
+
+
+class Ended:
+    """The state behind the end of a text: only end tokens may follow.
+
+    Args:
+        ends: the end tokens; at least one.
+    """
+
+    def __init__(self, ends: Collection[int]) -> None:
+        self._ends = list(ends)
+
+    def advance(self, token: int) -> Ended | None:
+        return self if token in self._ends else None
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(scores, -math.inf)
+        masked[:, self._ends] = scores[:, self._ends]
+        return masked
 
 
 class States:

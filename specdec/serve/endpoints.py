@@ -112,13 +112,14 @@ class _Generation:
 
     async def run(self, reply: Reply) -> None:
         """Decode the plan and send its answer."""
+        reply.stream_headers = self._plan.headers
         self._submitted = self._service.submit(self._plan, self._inbox)
         if not self._plan.fields.stream:
             while not self._answer.done:
                 for index, update in await self._inbox.take():
                     self._take(index, update)
             await self._count_predicted()
-            await reply.json(self._answer.whole())
+            await reply.json(self._answer.whole(), headers=self._plan.headers)
             return
         waiting = asyncio.ensure_future(reply.keep_open())
         try:
@@ -194,6 +195,8 @@ class _Generation:
         note = f"{sum(map(len, self._plan.prompts))} prompt tokens, {new} new tokens"
         if self._plan.ignored:
             note += f", ignored {shown(sorted(set(self._plan.ignored)))[1:-1]}"
+        if self._plan.form.dropped:
+            note += f", not followed: {self._plan.form.dropped_line}"
         if self._service.config.log_prompts:
             said = [choice.text for choice in choices]
             note = f"{note}, asked {self._plan.fields.model_dump(exclude_none=True)!r}, answered {said!r}"

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
+from specdec.engine.conversations import answer_end
 from specdec.engine.engine import Engine
 from specdec.serve.json_grammar import Grammars
 from specdec.serve.plan import Limits, Planner
@@ -44,8 +45,8 @@ class Lane:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        target = self._engine.target
-        return Grammars(self._tokenizer, target.vocab_size, target.eos_ids)
+        target, end = self._engine.target, answer_end(self._engine.tokenizer)
+        return Grammars(self._tokenizer, target.vocab_size, target.eos_ids | ({end} if end is not None else set()))
 
     async def call(self, work: Callable[..., T], *arguments: Any) -> T:
         """The result of ``work(lane, *arguments)``, made in the lane's thread."""

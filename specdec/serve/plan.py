@@ -13,12 +13,13 @@ from specdec.engine.conversations import answer_end
 from specdec.engine.engine import Engine
 from specdec.engine.requests import Request
 from specdec.engine.text_stream import stop_strings
-from specdec.errors import shown
+from specdec.serve.constraints import AtLeast
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import ChatRequest, CompletionRequest, Generating, NamedTool, ResponseFormat, Speculation
-from specdec.serve.json_grammar import Grammars, JsonGrammar
+from specdec.serve.fields import ChatRequest, CompletionRequest, Generating, NamedTool, Speculation
+from specdec.serve.json_grammar import Grammars
 from specdec.serve.processors import Penalties, bias_of
 from specdec.serve.prompts import Encoder, plain_text
+from specdec.serve.structured import Form, Structured
 from specdec.settings.sampling_params import SamplingParams
 
 __all__ = ["Limits", "Plan", "Planner"]
@@ -52,8 +53,7 @@ class Plan:
         prompts: token ids of each prompt.
         requests: the scheduler's requests, ``n`` for each prompt; none where the answers are to have no token.
         stops: the stop strings.
-        forced: name of the function that the answer must call; ``""`` where the model chooses it; None where no call is
-            required.
+        form: the form that the answer must have.
         ignored: names of the request's fields that were not followed.
     """
 
@@ -62,8 +62,18 @@ class Plan:
     requests: list[Request]
     stops: list[str]
     speculation: Speculation
-    forced: str | None = None
+    form: Form = Form()  # noqa: RUF009  (it is frozen)
     ignored: list[str] = field(default_factory=list)
+
+    @property
+    def forced(self) -> str | None:
+        """As :attr:`specdec.serve.structured.Form.forced`."""
+        return self.form.forced
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer: what of the schemas is not followed, where the request allows that."""
+        return {"x-specdec-not-followed": self.form.dropped_line} if self.form.dropped else {}
 
     @property
     def n(self) -> int:
@@ -97,7 +107,7 @@ class Planner:
         defaults: dict[str, Any],
         limits: Limits,
     ) -> None:
-        self._engine, self._encoder, self._grammars = engine, encoder, grammars
+        self._engine, self._encoder, self._structured = engine, encoder, Structured(grammars)
         self._defaults, self._limits = {**_EVERY, **defaults}, limits
         self._chat_end = answer_end(engine.tokenizer)
 
@@ -124,8 +134,7 @@ class Planner:
         more = fields.chat_template_kwargs
         prompt = self._encoder.chat(fields.messages, tools, continues=continues, begins=begins, more=more)
         budget = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-        forced, grammar = self._forced(fields)
-        return self._plan(fields, [prompt], budget, chat=True, forced=forced, grammar=grammar)
+        return self._plan(fields, [prompt], budget, chat=True)
 
     def completion(self, fields: CompletionRequest) -> Plan:
         """The plan of a completion; raises as :meth:`chat` does."""
@@ -141,8 +150,6 @@ class Planner:
         budget: int | None,
         *,
         chat: bool = False,
-        forced: str | None = None,
-        grammar: JsonGrammar | None = None,
     ) -> Plan:
         """The plan of prompts; a budget of None or -1 is what the context leaves."""
         stops = stop_strings(fields.stop or ())
@@ -158,22 +165,29 @@ class Planner:
             text = plain_text(fields.prediction.content, "prediction.content", between="") or None
             options["prediction"] = None if text is None else self._encoder.prediction(text, min(rooms))
         budgets = [room if budget in (None, -1) else min(budget or 0, room) for room in rooms]
+        form = self._structured.form(fields)
+        grammar = form.grammar
+        if grammar is not None and not fields.ignore_eos:
+            ends |= grammar.ends  # a text that a grammar ends is ended
         closing = sorted((frozenset() if fields.ignore_eos else self._engine.target.eos_ids) | ends)
-        least = self._least(fields, min(budgets), closing)
-        grammar = grammar or self._grammar(fields.response_format)
+        options["min_tokens"] = least = self._least(fields, min(budgets), closing)
         sampling = self._sampling(fields)
         bias = bias_of(fields.logit_bias, self._engine.target.vocab_size) if fields.logit_bias else None
-        plan = Plan(fields, prompts, [], stops, speculation, forced)
+        plan = Plan(fields, prompts, [], stops, speculation, form)
         options["logprobs"] = plan.logprobs
         for prompt, own_budget in zip(prompts, budgets if budget != 0 else (), strict=budget != 0):
             chain: list[Any] = [bias] if bias is not None else []
             if fields.presence_penalty or fields.frequency_penalty:
                 chain.append(Penalties(len(prompt), fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0))
             if least and closing:
+                device = str(self._engine.target.head_device)
                 chain.append(
-                    MinNewTokensLengthLogitsProcessor(len(prompt), least, closing, str(self._engine.target.head_device))
+                    MinNewTokensLengthLogitsProcessor(len(prompt), least, closing, device)
+                    if grammar is None
+                    else AtLeast(grammar, least, closing)
                 )
-            chain += [grammar] if grammar is not None else []
+            elif grammar is not None:
+                chain.append(grammar)
             for number in range(plan.n):
                 own = replace(sampling, seed=sampling.seed + number)
                 plan.requests.append(Request(prompt, own_budget, own, logits_processor=chain, **options))
@@ -207,45 +221,6 @@ class Planner:
             values["temperature"] = 0.0
         seed = secrets.randbits(32) if fields.seed is None else fields.seed
         return SamplingParams(**values, seed=seed)
-
-    def _grammar(self, form: ResponseFormat | None) -> JsonGrammar | None:
-        if form is None or form.type == "text":
-            return None
-        if form.type == "json_object":
-            return self._grammars().any_object()
-        if form.json_schema is None:
-            raise ApiError(
-                "response_format is of type 'json_schema' and has no json_schema; give its name and schema",
-                param="response_format.json_schema",
-                code="missing_required_parameter",
-            )
-        return self._grammars().of(form.json_schema.schema_)
-
-    def _forced(self, fields: ChatRequest) -> tuple[str | None, JsonGrammar | None]:
-        """The function that the answer must call, and the grammar that makes the answer such a call."""
-        choice, tools = fields.tool_choice, fields.tools or []
-        if choice == "required":
-            calls = [
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": tool.function.name},
-                        "arguments": tool.function.parameters or {"type": "object"},
-                    },
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                }
-                for tool in tools
-            ]
-            return "", self._grammars().of(calls[0] if len(calls) == 1 else {"anyOf": calls}, "tools")
-        if not isinstance(choice, NamedTool):
-            return None, None
-        name = choice.function.name
-        for tool in tools:
-            if tool.function.name == name:
-                return name, self._grammars().of(tool.function.parameters or {"type": "object"}, "tools")
-        known = ", ".join(tool.function.name for tool in tools)
-        raise ApiError(f"tool_choice names {shown(name)}, and the tools are {known}; name one", param="tool_choice")
 
 
 def _prompts(prompt: str | Sequence[Any]) -> list[Any]:

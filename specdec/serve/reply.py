@@ -26,11 +26,13 @@ class Reply:
     Attributes:
         status: the HTTP status that was sent.
         note: text for the log.
+        stream_headers: headers that a stream has beside its own.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status, self.note = 0, ""
+        self.stream_headers: dict[str, str] = {}
         self._streams = self._done = False
         self._sent = 0
 
@@ -46,7 +48,7 @@ class Reply:
         """Send the headers of an event stream, once."""
         if not self._streams:
             self._streams = True
-            await self._start(200, _STREAM)
+            await self._start(200, {**_STREAM, **self.stream_headers})
 
     async def keep_open(self) -> None:
         """Begin a stream that has waited for a second, and send comments while it has no events, until cancelled.
