@@ -5,8 +5,9 @@
     SPECDEC_CFLAGS="-march=x86-64-v3" python scripts/checkout_pairs.py ../before --model tiny
 
 Each checkout has a process of its own, and only one of them runs at a time. In every pair both do the same task, and
-which comes first alternates. A figure is the geometric mean of the pairs' ratios, seconds before over seconds now, with its 90 % interval (Student's t on the logarithms): above 1 this checkout is faster. Texts must be equal where the bits
-of the two checkouts are; whether they were is printed.
+which comes first alternates. A figure is the geometric mean of the pairs' ratios, seconds before over seconds now, with
+its 90 % interval (Student's t on the logarithms): above 1 this checkout is faster. Seconds are those of a token, or of a
+forward of some rows. The last column says whether the first text is the same in both checkouts.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class Checkout:
         self.told = self.ask(setup)
 
     def ask(self, task: Any) -> Any:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         print(json.dumps(task), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:

@@ -45,7 +45,7 @@ _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shar
 _INSTALLED = Path(__file__).with_name("installed")
 _NO_ROW = 2  # functions that embed tokens return this for a token without an embedding
 _UNFINISHED = ".unfinished-"  # prefix of the folder in which the compiler writes
-_SECONDS = 300  # after this time, the compiler is taken to hang
+_SECONDS = 600  # after this time, the compiler is taken to hang
 
 
 def flags() -> list[str]:

@@ -18,8 +18,9 @@ from specdec.engine.requests import Request
 from specdec.engine.scheduler import Handle, Scheduler
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import CompletionRequest, read
+from specdec.serve.fields import CompletionRequest
 from specdec.serve.json_grammar import Grammars, JsonGrammar
+from specdec.serve.reading import read
 from specdec.serve.service import Service
 from specdec.serve.structured import Structured
 from tests.random_schemas import random_schema
@@ -96,7 +97,8 @@ class Server(RuleBasedStateMachine):
 
     def requests(self, body: dict[str, Any], drafter: str) -> list[Request]:
         fields = {**body, "speculation": {"drafter": drafter}}
-        return self.service.planner.completion(read(CompletionRequest, json.dumps(fields).encode())).requests
+        planner = self.service.lanes[0].planner
+        return planner.completion(read(CompletionRequest, json.dumps(fields).encode())[0]).requests
 
     @rule(
         which=st.integers(0, 999),
@@ -169,7 +171,7 @@ def test_drafts_change_no_text_under_a_grammar(tiny_engine: Engine, examples: in
     served, texts = Service(tiny_engine, ServeConfig(model="tiny")), dict[str, Any]()
 
     class Machine(Server):
-        engine, service, plain, schemas = tiny_engine, served, texts, short_schemas(served._grammars)
+        engine, service, plain, schemas = tiny_engine, served, texts, short_schemas(served.lanes[0]._grammars)
 
     check = settings(max_examples=examples, stateful_step_count=12, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Machine, settings=check)

@@ -140,7 +140,6 @@ def test_structured_outputs_of_vllm(running: Running, asked: dict[str, Any], fit
     ("asked", "told"),
     [
         ({"json": CITY, "regex": "a"}, "holds json, regex;"),
-        ({}, "nothing"),
         ({"json": "{"}, "no JSON"),
         ({"regex": "("}, "regex cannot be followed"),
         ({"regex": "a" * 5000}, "the most is"),

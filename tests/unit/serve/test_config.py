@@ -31,8 +31,8 @@ def test_any_host_but_loopback_needs_a_key(host: str, monkeypatch: pytest.Monkey
 
 
 def test_clients_call_the_model_by_the_served_name() -> None:
-    assert ServeConfig(model="folder/of-it").name == "folder/of-it"
-    assert ServeConfig(model="folder/of-it", served_model_name="mine").name == "mine"
+    assert ServeConfig(model="folder/of-it").names == ["folder/of-it"]
+    assert ServeConfig(model="folder/of-it", served_model_name=["mine", "ours"]).names == ["mine", "ours"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])

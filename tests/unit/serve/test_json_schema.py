@@ -11,8 +11,9 @@ import pytest
 
 from specdec import Engine
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import CompletionRequest, read
+from specdec.serve.fields import CompletionRequest
 from specdec.serve.json_grammar import Grammars
+from specdec.serve.reading import read
 from specdec.serve.structured import Form, Structured
 from tests.client_schemas import SCHEMAS
 from tests.walks import accepts, walk
@@ -26,7 +27,7 @@ def grammars(tiny_engine: Engine) -> Grammars:
 def form_of(grammars: Grammars, schema: Any, *, strict: bool | None = None) -> Form:
     given = {"name": "x", "schema": schema, **({} if strict is None else {"strict": strict})}
     body = {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": given}}
-    return Structured(lambda: grammars).form(read(CompletionRequest, json.dumps(body).encode()))
+    return Structured(lambda: grammars).form(read(CompletionRequest, json.dumps(body).encode())[0])
 
 
 def in_a(field: Any, **more: Any) -> dict[str, Any]:
