@@ -12,7 +12,7 @@ import pytest
 
 from scripts.native_bits import CHOSEN, Build, differences
 
-FEW = 2  # builds of the quick tier, of one class: gcc, tuned for two processors, and with contraction off and fast
+FEW = 2  # builds of the quick tier, of one class: with contraction off, and fast
 _first: dict[str, tuple[Build, dict[str, str]]] = {}
 
 

@@ -72,9 +72,6 @@ static const uint32_t controls[] = {0, 1u << 24, 1u << 22};
 #endif
 
 static void set_state(enum State state) {
-#ifdef ONLY_PLAIN
-    state = PLAIN_STATE;
-#endif
     __asm__ volatile("" : : : "memory");
     set_control(controls[state]);
     __asm__ volatile("" : : : "memory");
@@ -82,9 +79,6 @@ static void set_state(enum State state) {
 
 /* Back from a call that was made in a state, which the call must have left as it was. */
 static void unset_state(enum State state) {
-#ifdef ONLY_PLAIN
-    state = PLAIN_STATE;
-#endif
     __asm__ volatile("" : : : "memory");
     const uint32_t now = control();
     set_state(PLAIN_STATE);
