@@ -630,7 +630,7 @@ def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, heads: tuple[int,
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> None:
-    """As near to what float64 says as transformers' own layers are whose sums run in order."""
+    """As near to what float64 says as transformers' own layers are whose sums run in order; in bfloat16 nearer."""
     tokens = models.prompt_of(70)
     for dtype in (torch.float32, torch.bfloat16):
         model = models.new_model(family, dtype, **sizes_of(heads))
@@ -645,7 +645,7 @@ def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> N
             ours = target.forward(Block(cache, tokens, device=target.device)).logits
         assert ours is not None
         off, most = ((found.double() - exact).abs().mean() for found in (ours, theirs))
-        assert off < most
+        assert off < (1.05 if dtype is torch.float32 else 0.9) * most
 
 
 @needs_compiler
