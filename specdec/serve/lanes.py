@@ -21,7 +21,7 @@ from specdec.serve.prompts import Encoder
 
 __all__ = ["LARGE", "Lane"]
 
-LARGE = 1 << 18
+LARGE = 1 << 16
 """Bytes of a body from which on it is a large one."""
 
 T = TypeVar("T")

@@ -377,8 +377,8 @@ def test_what_cannot_fit_is_not_tokenized_and_nothing_is_on_the_loop(
         seen.clear()
         for path, body, status in (
             (COMPLETIONS, {"prompt": long}, 400),
-            (COMPLETIONS, {"prompt": ["a"] * 5_000, "n": 128}, 400),
-            (COMPLETIONS, {"prompt": [[5]] * 5_000}, 400),
+            (COMPLETIONS, {"prompt": ["a"] * 200, "n": 9}, 400),
+            (COMPLETIONS, {"prompt": [[5]] * 200}, 400),
             (COMPLETIONS, {"prompt": [5] * 100_000}, 400),
             (CHAT, {"messages": talk}, 400),
             (CHAT, {"messages": HELLO, "n": 5}, 400),
@@ -391,7 +391,8 @@ def test_what_cannot_fit_is_not_tokenized_and_nothing_is_on_the_loop(
             answer = http.post(path, json=body)
             assert answer.status_code == status, (path, answer.text)
             assert len(answer.text) < 2_000
-        assert all(size <= 100 for _, size in seen), "only HELLO is tokenized"
+        assert len(seen) <= 3, "only HELLO is tokenized"
+        assert all(size <= 100 for _, size in seen)
         for body in (
             {"messages": HELLO, "prediction": {"type": "content", "content": "hello"}, "max_tokens": 2},
             {"messages": HELLO, "stop": ["x"], "max_tokens": 2, "stream": True},
