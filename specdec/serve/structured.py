@@ -208,7 +208,9 @@ def _parameters(tool: Tool, place: int) -> _Rule:
 
 def _refused(error: Unfollowed, param: str) -> ApiError:
     """The answer to a schema that cannot be followed."""
-    remedy = "leave it out, or say strict: false, and it is not followed" if error.droppable else "change the schema"
+    remedy = "leave it out" if error.droppable else "change the schema"
+    if error.droppable and not param.startswith("structured_outputs"):
+        remedy += ", or say strict: false, and it is not followed"
     keyword = f"{error.keyword} " if error.keyword else ""
     return ApiError(
         f"{param} has {keyword}at {error.place}, which cannot be followed: {error}; {remedy}",

@@ -39,7 +39,7 @@ def grammar_of(grammars: Grammars, schema: Any) -> JsonGrammar | None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(60, 700), marks=pytest.mark.slow)], ids=["quick", "all"]
+    "seeds", [range(60), pytest.param(range(60, 260), marks=pytest.mark.slow)], ids=["quick", "all"]
 )
 def test_random_texts_of_a_grammar_fit_its_schema(tiny_engine: Engine, seeds: range) -> None:
     grammars = Grammars(tiny_engine.tokenizer, tiny_engine.target.vocab_size, tiny_engine.target.eos_ids)
@@ -166,7 +166,7 @@ class Server(RuleBasedStateMachine):
         assert not self.running
 
 
-@pytest.mark.parametrize("examples", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_drafts_change_no_text_under_a_grammar(tiny_engine: Engine, examples: int) -> None:
     served, texts = Service(tiny_engine, ServeConfig(model="tiny")), dict[str, Any]()
 
