@@ -50,6 +50,8 @@ class Request:
         stop_when: called after every token with the tokens of prompt and text; the text ends if it returns True.
         sample: whether tokens are drawn; None: if the temperature is above 0.
         eos_ids: end tokens; None takes the model's.
+        min_tokens: tokens of the text within which a stop string does not end it. (End tokens are held back by a logits
+            processor.)
         stream: whether the text is read while it is generated.
         drafter: a name, ``{"name": ..., **options}`` or a drafter, in place of the engine's; for a
             :class:`specdec.engine.scheduler.Scheduler`.
@@ -70,6 +72,7 @@ class Request:
     stop_when: Callable[[Sequence[int]], bool] | None = None
     sample: bool | None = None
     eos_ids: frozenset[int] | None = None
+    min_tokens: int = 0
     stream: bool = False
     drafter: DrafterSpec | None = None
     max_rows: int | None = None

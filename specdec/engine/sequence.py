@@ -130,7 +130,11 @@ class SequenceState:
         self._tells, self._top_k = bool(self.drafter.taps) or self.drafter.needs_observe, top_k_of(self.drafter)
         self._stop_when, self._eos_ids = request.stop_when, request.eos_ids
         self._stop_token_ids, self._ends = request.stop_token_ids, request.eos_ids | request.stop_token_ids
-        self._text = None if engine.tokenizer is None else TextStream(engine.tokenizer, [*request.stop], tokens)
+        self._text = (
+            None
+            if engine.tokenizer is None
+            else TextStream(engine.tokenizer, [*request.stop], tokens, min_tokens=request.min_tokens)
+        )
         self._end, rows = cache_sizes(engine, len(tokens), request.max_new_tokens)
         self._end_reason = "length" if self._end == len(tokens) + request.max_new_tokens else "context"
         self._chunk = engine.chunk_rows

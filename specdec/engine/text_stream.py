@@ -56,16 +56,24 @@ class TextStream:
         stop: stop strings.
         prompt: the tokens before.
         skip_special_tokens: leave them out of the text.
+        min_tokens: a stop string that ends within so many tokens does not count.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
-        self._stop = stop
+        self._stop, self._early = stop, min_tokens
         self._shown = _View(tokenizer, prompt, skip_special_tokens)
         self._marked = _View(tokenizer, prompt, False) if stop and skip_special_tokens else self._shown
         self._ahead: list[int] = []  # tokens that nothing had to be known of yet
         self._places = [(0, 0)]  # behind each token: lengths of the text with special tokens, and of the text
+        self._floors = (0, 0)  # lengths of both texts where stop strings begin to count
         self._out = 0  # characters given out
         self._end: int | None = None  # of the text, where a stop string ended it
 
@@ -90,11 +98,17 @@ class TextStream:
             return False
         known = [len(view.final) for view in (self._marked, self._shown)]
         self._read()
+        if self._early > 0:
+            self._early -= 1
+            self._floors = self._marked.length, self._shown.length
+            return False
         hits = []
-        for view, before in zip((self._marked, self._shown), known, strict=True):
+        for view, before, floor in zip((self._marked, self._shown), known, self._floors, strict=True):
             start = max(0, before - max(map(len, self._stop)))  # only a match that ends in new text is new
             recent = view.final[start:] + view.open
-            starts = [start + at for text in self._stop if (at := recent.find(text)) >= 0]
+            # a match that ends at or before the floor was there within the first tokens
+            ahead = ((text, max(0, floor + 1 - len(text) - start)) for text in self._stop)
+            starts = [start + at for text, first in ahead if (at := recent.find(text, first)) >= 0]
             hits += [self._place(at) if view is self._marked else at for at in starts]
         self._end = min(hits, default=None)
         return self.stopped

@@ -11,12 +11,13 @@ place (xgrammar, outlines), ``advance`` forks it first:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Grammar", "Matcher", "States"]
+__all__ = ["Ended", "Grammar", "Matcher", "States"]
 
 
 class Matcher(Protocol):
@@ -25,7 +26,8 @@ class Matcher(Protocol):
     def advance(self, token: int) -> Matcher | None:
         """The state after one more token, or None where the token may not follow; this state is not changed.
 
-        A draft may hold tokens that may not follow; they are never accepted.
+        A draft may hold tokens that may not follow; they are never accepted. It may also hold the end token, and then
+        one more token is asked for behind it: the state behind an end is one such as :class:`Ended`.
         """
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
@@ -41,6 +43,25 @@ class Grammar(Protocol):
 
     def start(self, prompt: Sequence[int]) -> Matcher:
         """The state after the prompt, of a new text."""
+
+
+class Ended:
+    """The state behind the end of a text: only end tokens may follow.
+
+    Args:
+        ends: the end tokens; at least one.
+    """
+
+    def __init__(self, ends: Collection[int]) -> None:
+        self._ends = list(ends)
+
+    def advance(self, token: int) -> Ended | None:
+        return self if token in self._ends else None
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(scores, -math.inf)
+        masked[:, self._ends] = scores[:, self._ends]
+        return masked
 
 
 class States:

@@ -51,7 +51,8 @@ class Answer:
         }
         marked = marks_calls and plan.forced is None and bool(plan.fields.tools if self.chat else None)  # type: ignore[union-attr]
         self.choices = [
-            Choice(place, tokenizer, plan.prompts[place // plan.n], plan.stops) for place in range(len(plan.requests))
+            Choice(place, tokenizer, plan.prompts[place // plan.n], plan.stops, plan.fields.min_tokens or 0)
+            for place in range(len(plan.requests))
         ]
         self._readers = [CallReader(plan.forced, marked) for _ in self.choices]
         self._offsets = [0 for _ in self.choices]

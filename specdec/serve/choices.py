@@ -27,9 +27,11 @@ class Choice:
         first, last: times of the first and the latest token, in seconds of ``perf_counter``.
     """
 
-    def __init__(self, index: int, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+    ) -> None:
         self.index, self.prompt_tokens = index, len(prompt)
-        self._text = TextStream(tokenizer, stops, prompt)
+        self._text = TextStream(tokenizer, stops, prompt, min_tokens=min_tokens)
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None

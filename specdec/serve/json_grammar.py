@@ -11,6 +11,7 @@ import torch
 import xgrammar
 
 from specdec.errors import first_line
+from specdec.sampling.grammar import Ended
 from specdec.serve.errors import ApiError
 
 __all__ = ["Grammars", "JsonGrammar"]
@@ -56,20 +57,23 @@ class JsonGrammar:
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._compiled = compiled
+        self._ends = compiled.tokenizer_info.stop_token_ids
 
     def start(self, prompt: Sequence[int]) -> JsonState:
-        return JsonState(xgrammar.GrammarMatcher(self._compiled))
+        return JsonState(xgrammar.GrammarMatcher(self._compiled), self._ends)
 
 
 class JsonState:
     """The state of one text under a grammar."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: xgrammar.GrammarMatcher, ends: Collection[int]) -> None:
+        self._matcher, self._ends = matcher, ends
 
-    def advance(self, token: int) -> JsonState | None:
+    def advance(self, token: int) -> JsonState | Ended | None:
         other = self._matcher.fork()
-        return JsonState(other) if other.accept_token(token) else None
+        if not other.accept_token(token):
+            return None
+        return Ended(self._ends) if other.is_terminated() else JsonState(other, self._ends)
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
         allowed = xgrammar.allocate_token_bitmask(1, scores.shape[-1])

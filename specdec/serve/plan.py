@@ -14,6 +14,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.requests import Request
 from specdec.engine.text_stream import stop_strings
 from specdec.errors import shown
+from specdec.serve.constraints import AtLeast
 from specdec.serve.errors import ApiError
 from specdec.serve.fields import ChatRequest, CompletionRequest, Generating, NamedTool, ResponseFormat, Speculation
 from specdec.serve.json_grammar import Grammars, JsonGrammar
@@ -130,13 +131,14 @@ class Planner:
         if chat and self._chat_end is not None and not fields.ignore_eos:
             ends.add(self._chat_end)  # else the answer would go on behind the end of its turn
         speculation = fields.speculation or Speculation.model_validate({})
-        options: dict[str, Any] = {"stop": stops, "stop_token_ids": ends, **self._check_speculation(speculation)}
+        least = fields.min_tokens or 0
+        options: dict[str, Any] = {"stop": stops, "stop_token_ids": ends, "min_tokens": least}
+        options |= self._check_speculation(speculation)
         if fields.ignore_eos:
             options["eos_ids"] = frozenset()
         if fields.prediction is not None:
             text = plain_text(fields.prediction.content, "prediction.content", between="") or None
             options["prediction"] = None if text is None else self._encoder.prediction(text)
-        least = fields.min_tokens or 0
         if least > budget:
             raise ApiError(
                 f"min_tokens is {least}, and the answer has at most {budget} tokens; lower it, or raise max_tokens",
@@ -154,10 +156,14 @@ class Planner:
                 chain.append(Penalties(len(prompt), fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0))
             closing = sorted((frozenset() if fields.ignore_eos else self._engine.target.eos_ids) | ends)
             if least and closing:
+                device = str(self._engine.target.head_device)
                 chain.append(
-                    MinNewTokensLengthLogitsProcessor(len(prompt), least, closing, str(self._engine.target.head_device))
+                    MinNewTokensLengthLogitsProcessor(len(prompt), least, closing, device)
+                    if grammar is None
+                    else AtLeast(grammar, least, closing)
                 )
-            chain += [grammar] if grammar is not None else []
+            elif grammar is not None:
+                chain.append(grammar)
             for number in range(plan.n):
                 own = replace(sampling, seed=sampling.seed + number)
                 plan.requests.append(Request(prompt, budget, own, logits_processor=chain, **options))

@@ -8,6 +8,8 @@ import torch
 import xgrammar
 from transformers import PreTrainedTokenizerBase
 
+from specdec.sampling.grammar import Ended
+
 
 class JsonSchema:
     """A JSON schema, compiled for a tokenizer and the model's vocabulary."""
@@ -24,9 +26,11 @@ class JsonState:
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self.matcher = matcher
 
-    def advance(self, token: int) -> JsonState | None:
+    def advance(self, token: int) -> JsonState | Ended | None:
         other = self.matcher.fork()
-        return JsonState(other) if other.accept_token(token) else None
+        if not other.accept_token(token):
+            return None
+        return Ended([token]) if other.is_terminated() else JsonState(other)
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
         allowed = xgrammar.allocate_token_bitmask(1, scores.shape[-1])
