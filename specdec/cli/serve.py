@@ -11,7 +11,7 @@ from specdec.settings.options import Given, with_options
 
 __all__ = ["serve"]
 
-_EXTRA = ("jinja2", "prometheus_client", "ray", "starlette", "uvicorn", "xgrammar")  # what only this command needs
+_EXTRA = ("jinja2", "prometheus_client", "ray", "starlette", "uvicorn", "llguidance")  # what only this command needs
 
 
 @with_options(ServeConfig, without=["parallel"], file="configs/drafter/lookahead.yaml", setting="lookahead.window=15")

@@ -5,8 +5,7 @@ text: :class:`Grammar` returns the state after the prompt, and :meth:`Matcher.ad
 States are values: the rows of a step branch, so one state has several next states, most of which are thrown away.
 
 Pass it as a processor: ``engine.generate(prompt, logits_processor=[grammar])``. Where a library's matcher changes in
-place (xgrammar, outlines), ``advance`` forks it first:
-``other = matcher.fork(); other.accept_token(token)``.
+place (llguidance, outlines), ``advance`` copies it first: ``other = matcher.deep_copy(); other.consume_token(token)``.
 """
 
 from __future__ import annotations

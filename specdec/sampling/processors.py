@@ -184,7 +184,7 @@ def masked(states: States, tokens: Sequence[int], paths: Sequence[Sequence[int]]
     """Scores [R, V] on a device, masked by a grammar's states after the text and each of R paths.
 
     Masks are made on the host, while the device may still compute the scores, and sent in one copy. A matcher that gets
-    scores on a device would make the device wait for a mask from the host, or refuse them (as xgrammar does).
+    scores on a device would make the device wait for a mask from the host, or refuse them.
 
     Raises:
         ConfigError: a matcher changed scores otherwise than by masking.

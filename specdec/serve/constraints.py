@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from specdec.sampling.grammar import Grammar, Matcher
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["AtLeast"]
 

@@ -118,7 +118,7 @@ class _Generation:
         first = await self._inbox.take()  # so that an error at admission gets an HTTP status of its own
         if streams:
             self._raise_errors(first[:1])
-            await reply.begin_stream()
+            await reply.begin_stream(plan.headers)
             await reply.events(answer.opening())
         updates = first
         while True:
@@ -134,7 +134,7 @@ class _Generation:
                 break
             updates = await self._inbox.take()
         if not streams:
-            await reply.json(answer.whole())
+            await reply.json(answer.whole(), headers=plan.headers)
             return
         options = plan.fields.stream_options
         if options is not None and options.include_usage:
@@ -172,6 +172,8 @@ class _Generation:
         choices = self._answer.choices
         new = sum(len(choice.tokens) for choice in choices)
         note = f"{sum(map(len, self._plan.prompts))} prompt tokens, {new} new tokens"
+        if self._plan.form.dropped:
+            note += f", not followed: {self._plan.form.dropped_line}"
         if self._service.config.log_prompts:
             said = [choice.text for choice in choices]
             note = f"{note}, asked {self._plan.fields.model_dump(exclude_none=True)!r}, answered {said!r}"
@@ -199,10 +201,10 @@ class _Reply:
         await self._start(status, {**sizes, **(headers or {})})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def begin_stream(self) -> None:
+    async def begin_stream(self, headers: dict[str, str]) -> None:
         """Send the headers of an event stream."""
         self._streams = True
-        await self._start(200, _STREAM)
+        await self._start(200, {**_STREAM, **headers})
 
     async def events(self, values: list[dict[str, Any]]) -> None:
         """Send JSON values as events."""

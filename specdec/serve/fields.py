@@ -22,6 +22,7 @@ __all__ = [
     "NamedTool",
     "ResponseFormat",
     "Speculation",
+    "StructuredOutputs",
     "TokenizeRequest",
     "Tool",
     "read",
@@ -79,6 +80,18 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(Fields):
+    """vLLM's ``structured_outputs``, of which one is given."""
+
+    ignored = frozenset({"disable_any_whitespace", "disable_additional_properties", "disable_fallback"})
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    grammar: Annotated[str, Field(max_length=1 << 16)] | None = None
+    json_object: bool | None = None
+
+
 class TextPart(Fields):
     model_config = ConfigDict(extra="ignore")
 
@@ -132,7 +145,7 @@ class Generating(Fields):
         **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)),
         **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "return_token_ids"), (False,)),
         **dict.fromkeys(("return_tokens_as_token_ids",), (False,)),
-        **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens", "structured_outputs"), ()),
+        **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens"), ()),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
         "bad_words": ([],),
         "length_penalty": (1,),
@@ -156,6 +169,7 @@ class Generating(Fields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
@@ -165,7 +179,7 @@ class Generating(Fields):
 class ChatRequest(Generating):
     """The body of ``/v1/chat/completions``."""
 
-    ignored = Generating.ignored | {"parallel_tool_calls", "include_reasoning"}
+    ignored = Generating.ignored | {"include_reasoning"}
     refused: ClassVar = {
         **Generating.refused,
         **dict.fromkeys(("chat_template", "documents"), ()),
@@ -182,6 +196,7 @@ class ChatRequest(Generating):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -231,9 +246,9 @@ def read(kind: type[Kind], body: bytes) -> Kind:
     if not isinstance(values, dict):
         raise ApiError(f"the body is {shown(values)}; send one JSON object", code="invalid_json")
     values = _served(kind, values)
-    options = values.get("stream_options")
-    if isinstance(options, dict):
-        values["stream_options"] = _served(StreamOptions, options)
+    for name, inner in (("stream_options", StreamOptions), ("structured_outputs", StructuredOutputs)):
+        if isinstance(values.get(name), dict):
+            values[name] = _served(inner, values[name])
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -1,83 +1,186 @@
-"""JSON by a schema: xgrammar's matchers behind the interface :class:`specdec.sampling.grammar.Grammar`."""
+"""Grammars of llguidance behind the interface :class:`specdec.sampling.grammar.Grammar`."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
-import xgrammar
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
 
 from specdec.errors import first_line
 from specdec.sampling.grammar import Ended
 from specdec.serve.errors import ApiError
 
-__all__ = ["Grammars", "JsonGrammar"]
+__all__ = ["Grammars", "JsonGrammar", "NoGrammar"]
 
 _KEPT = 64  # number of compiled grammars in the cache, least recently used dropped first
+_MAX_BYTES = 1 << 20  # of a grammar
+_OPTIONS = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False, "lenient": False}
+_OPTIONS |= {"coerce_one_of": False}
+
+
+def _limits() -> LLParserLimits:
+    """Bounds of what a grammar may take: some 20 ms when it is made and for each mask, and 50 MB."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=100_000,
+        max_items_in_row=10_000,  # an object of many properties, all of which may be left out
+        max_lexer_states=30_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,  # errors would hold the schema and the text
+    )
+
+
+class NoGrammar(Exception):
+    """llguidance cannot make a grammar."""
 
 
 class Grammars:
-    """Compiles schemas for a tokenizer and caches the latest. One thread at a time may use it."""
+    """Makes grammars for a tokenizer and caches the latest. One thread at a time may use it.
 
-    def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Collection[int]) -> None:
-        described = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(end_tokens) or None
-        )
-        self._compiler = xgrammar.GrammarCompiler(described, max_threads=1)
-        self._compiled = lru_cache(_KEPT)(self._compile)
+    Args:
+        tokenizer: a tokenizer of transformers.
+        vocab_size: the number of the model's scores.
+        ends: the tokens of which one follows a whole text.
+    """
 
-    def any_object(self) -> JsonGrammar:
-        """The grammar of any JSON object."""
-        return self.of({"type": "object"})
+    def __init__(self, tokenizer: Any, vocab_size: int, ends: Collection[int]) -> None:
+        self.size, self.ends = vocab_size, frozenset(ends)
+        self.tokenizer = _described(tokenizer, vocab_size, sorted(self.ends))
+        self._matcher = lru_cache(_KEPT)(self._made)
 
-    def of(self, schema: Mapping[str, Any], param: str = "response_format") -> JsonGrammar:
-        """The grammar of a JSON schema, without whitespace between tokens of JSON.
+    def of(self, *rules: str | Mapping[str, Any], start: str = "@r0") -> JsonGrammar:
+        """The grammar of texts.
+
+        Args:
+            rules: JSON schemas, or texts in llguidance's form of Lark; ``start`` calls them ``@r0``, ``@r1`` and so on.
+            start: how they make up a text, in Lark's form.
 
         Raises:
-            ApiError: xgrammar cannot compile the schema.
+            NoGrammar: llguidance cannot follow one of them; the message says why.
         """
-        try:
-            return JsonGrammar(self._compiled(json.dumps(schema)))
-        except Exception as error:  # xgrammar raises RuntimeError and other types
-            raise ApiError(
-                f"{param} has a JSON schema that cannot be followed: {first_line(error)}; change the schema",
-                param=param,
-                code="invalid_json_schema",
-            ) from error
+        parts = [_part(number, rule) for number, rule in enumerate(rules)]
+        if start != "@r0":
+            parts.insert(0, {"lark_grammar": f"start: {start}"})
+        grammar = json.dumps({"grammars": parts})
+        if len(grammar) > _MAX_BYTES:
+            raise NoGrammar(f"it has {len(grammar)} bytes, and the most is {_MAX_BYTES}")
+        return JsonGrammar(self._matcher(grammar), self.size, self.ends)
 
-    def _compile(self, schema: str) -> xgrammar.CompiledGrammar:
-        return self._compiler.compile_json_schema(schema, any_whitespace=False)
+    def problem(self, schema: Mapping[str, Any]) -> str | None:
+        """Why no grammar can be made of a schema; None where it can."""
+        try:
+            self._made(json.dumps({"grammars": [_part(0, schema)]}))
+        except NoGrammar as error:
+            return str(error)
+        return None
+
+    def _made(self, grammar: str) -> LLMatcher:
+        try:
+            matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits())
+        except BaseException as error:  # a panic of the library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise NoGrammar(_told(str(error))) from None
+        if not matcher.is_error():
+            begun = matcher.deep_copy()
+            begun.compute_bitmask()
+            if not begun.is_error():
+                return matcher
+            raise NoGrammar("no text fits it")
+        raise NoGrammar(_told(matcher.get_error()))
+
+
+def _part(number: int, rule: str | Mapping[str, Any]) -> dict[str, Any]:
+    own = {"lark_grammar": rule} if isinstance(rule, str) else {"json_schema": {**rule, "x-guidance": _OPTIONS}}
+    return {"name": f"r{number}", **own}
+
+
+def _told(message: str) -> str:
+    """A message of llguidance in one line: the last one where the first one only shows the pattern."""
+    if "coerce_one_of" in message:
+        return "an answer could fit two of the schemas in oneOf, or it is not seen that none does"
+    lines = [line.strip() for line in message.split("<state>")[0].splitlines() if line.strip()] or ["no reason given"]
+    line = lines[-1].removeprefix("error: ") if lines[0].endswith(":") else lines[0]
+    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 class JsonGrammar:
-    """A compiled schema."""
+    """A compiled grammar.
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
-        self._compiled = compiled
-        self._ends = compiled.tokenizer_info.stop_token_ids
+    Attributes:
+        ends: the tokens of which one follows a whole text.
+    """
+
+    def __init__(self, matcher: LLMatcher, size: int, ends: frozenset[int]) -> None:
+        self._matcher, self._size, self.ends = matcher, size, ends
 
     def start(self, prompt: Sequence[int]) -> JsonState:
-        return JsonState(xgrammar.GrammarMatcher(self._compiled), self._ends)
+        return JsonState(self._matcher.deep_copy(), self._size, self.ends)
 
 
 class JsonState:
-    """The state of one text under a grammar."""
+    """The state of one text under a grammar; the mask is computed when it is asked for."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, ends: Collection[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+    def __init__(self, matcher: LLMatcher, size: int, ends: frozenset[int]) -> None:
+        self._matcher, self._size, self._ends = matcher, size, ends
+        self._forbidden: torch.Tensor | None = None
 
     def advance(self, token: int) -> JsonState | Ended | None:
-        other = self._matcher.fork()
-        if not other.accept_token(token):
-            return None
-        return Ended(self._ends) if other.is_terminated() else JsonState(other, self._ends)
+        if token in self._ends:
+            return Ended(self._ends) if self._matcher.is_accepting() else None
+        other = self._matcher.deep_copy()
+        taken = other.try_consume_tokens([token])
+        _check(other)
+        return JsonState(other, self._size, self._ends) if taken else None
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
-        allowed = xgrammar.allocate_token_bitmask(1, scores.shape[-1])
-        self._matcher.fill_next_token_bitmask(allowed)
-        masked = scores.to(torch.float32, copy=True)
-        xgrammar.apply_token_bitmask_inplace(masked, allowed)
-        return masked
+        if self._forbidden is None:
+            self._forbidden = self._computed()
+        return scores.masked_fill(self._forbidden.to(scores.device), -math.inf)
+
+    def _computed(self) -> torch.Tensor:
+        """[V] whether each token may not follow."""
+        bits = self._matcher.compute_bitmask()
+        _check(self._matcher)
+        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[: self._size].astype(np.bool_)
+        allowed[list(self._ends)] = self._matcher.is_accepting()
+        return torch.from_numpy(~allowed)
+
+
+def _check(matcher: LLMatcher) -> None:
+    """Raises ApiError for a matcher that has exceeded its limits, or that nothing can complete."""
+    if not matcher.is_error():
+        return
+    if matcher.stop_reason().startswith("NoExtension"):
+        raise ApiError(
+            "nothing that goes on from here fits the form of this answer; change its schema", code="no_answer"
+        )
+    raise ApiError(
+        f"the grammar of this answer became too complex while it was written: {_told(matcher.get_error())}; make the "
+        "schema or pattern simpler, or bound its lengths",
+        code="grammar_too_complex",
+    )
+
+
+def _described(tokenizer: Any, vocab_size: int, ends: list[int]) -> LLTokenizer:
+    """The tokenizer as llguidance takes it.
+
+    Raises:
+        ApiError: it has no such form.
+    """
+    try:
+        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=ends)
+    except (ValueError, TypeError) as error:
+        raise ApiError(
+            f"structured output needs a tokenizer of the tokenizers library, and this model's is none: "
+            f"{first_line(error)}; leave the field out, or use another model",
+            code="unsupported_parameter",
+        ) from None

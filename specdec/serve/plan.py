@@ -13,13 +13,13 @@ from specdec.engine.conversations import answer_end
 from specdec.engine.engine import Engine
 from specdec.engine.requests import Request
 from specdec.engine.text_stream import stop_strings
-from specdec.errors import shown
 from specdec.serve.constraints import AtLeast
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import ChatRequest, CompletionRequest, Generating, NamedTool, ResponseFormat, Speculation
-from specdec.serve.json_grammar import Grammars, JsonGrammar
+from specdec.serve.fields import ChatRequest, CompletionRequest, Generating, NamedTool, Speculation
+from specdec.serve.json_grammar import Grammars
 from specdec.serve.processors import Penalties, bias_of
 from specdec.serve.prompts import Encoder, plain_text
+from specdec.serve.structured import Form, Structured
 from specdec.settings.sampling_params import SamplingParams
 
 __all__ = ["Plan", "Planner"]
@@ -37,8 +37,7 @@ class Plan:
         prompts: token ids of each prompt.
         requests: the scheduler's requests, ``n`` for each prompt.
         stops: the stop strings.
-        forced: name of the function that the answer must call; ``""`` where the model chooses it; None where no call is
-            required.
+        form: the form that the answer must have.
     """
 
     fields: ChatRequest | CompletionRequest
@@ -46,7 +45,17 @@ class Plan:
     requests: list[Request]
     stops: list[str]
     speculation: Speculation
-    forced: str | None = None
+    form: Form = Form()  # noqa: RUF009  (it is frozen)
+
+    @property
+    def forced(self) -> str | None:
+        """As :attr:`specdec.serve.structured.Form.forced`."""
+        return self.form.forced
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer: what of the schemas is not followed, where the request allows that."""
+        return {"x-specdec-not-followed": self.form.dropped_line} if self.form.dropped else {}
 
     @property
     def n(self) -> int:
@@ -80,7 +89,7 @@ class Planner:
         defaults: dict[str, Any],
         check_speculation: Callable[[Speculation], dict[str, Any]],
     ) -> None:
-        self._engine, self._encoder, self._grammars = engine, encoder, grammars
+        self._engine, self._encoder, self._structured = engine, encoder, Structured(grammars)
         self._defaults = {**_EVERY, **defaults}
         self._check_speculation = check_speculation
         self._chat_end = answer_end(engine.tokenizer)
@@ -107,9 +116,8 @@ class Planner:
         more = fields.chat_template_kwargs
         prompt = self._encoder.chat(fields.messages, tools, continues=continues, begins=begins, more=more)
         budget = fields.max_completion_tokens or fields.max_tokens
-        forced, grammar = self._forced(fields)
         room = self._engine.target.context_length - len(prompt)
-        return self._plan(fields, [prompt], budget or room, chat=True, forced=forced, grammar=grammar)
+        return self._plan(fields, [prompt], budget or room, chat=True)
 
     def completion(self, fields: CompletionRequest) -> Plan:
         """The plan of a completion; raises as :meth:`chat` does."""
@@ -123,8 +131,6 @@ class Planner:
         budget: int,
         *,
         chat: bool = False,
-        forced: str | None = None,
-        grammar: JsonGrammar | None = None,
     ) -> Plan:
         stops = stop_strings(fields.stop or ())
         ends = {*(fields.stop_token_ids or ())}
@@ -145,10 +151,13 @@ class Planner:
                 param="min_tokens",
                 code="invalid_value",
             )
-        grammar = grammar or self._grammar(fields.response_format)
+        form = self._structured.form(fields)
+        grammar = form.grammar
+        if grammar is not None and not fields.ignore_eos:
+            ends |= grammar.ends  # a text that a grammar ends is ended
         sampling = self._sampling(fields)
         bias = bias_of(fields.logit_bias, self._engine.target.vocab_size) if fields.logit_bias else None
-        plan = Plan(fields, prompts, [], stops, speculation, forced)
+        plan = Plan(fields, prompts, [], stops, speculation, form)
         options["logprobs"] = plan.logprobs
         for prompt in prompts:
             chain: list[Any] = [bias] if bias is not None else []
@@ -175,45 +184,6 @@ class Planner:
         values["top_k"] = max(0, values["top_k"])
         seed = secrets.randbits(32) if fields.seed is None else fields.seed
         return SamplingParams(**values, seed=seed)
-
-    def _grammar(self, form: ResponseFormat | None) -> JsonGrammar | None:
-        if form is None or form.type == "text":
-            return None
-        if form.type == "json_object":
-            return self._grammars().any_object()
-        if form.json_schema is None:
-            raise ApiError(
-                "response_format is of type 'json_schema' and has no json_schema; give its name and schema",
-                param="response_format.json_schema",
-                code="missing_required_parameter",
-            )
-        return self._grammars().of(form.json_schema.schema_)
-
-    def _forced(self, fields: ChatRequest) -> tuple[str | None, JsonGrammar | None]:
-        """The function that the answer must call, and the grammar that makes the answer such a call."""
-        choice, tools = fields.tool_choice, fields.tools or []
-        if choice == "required":
-            calls = [
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": tool.function.name},
-                        "arguments": tool.function.parameters or {"type": "object"},
-                    },
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                }
-                for tool in tools
-            ]
-            return "", self._grammars().of(calls[0] if len(calls) == 1 else {"anyOf": calls}, "tools")
-        if not isinstance(choice, NamedTool):
-            return None, None
-        name = choice.function.name
-        for tool in tools:
-            if tool.function.name == name:
-                return name, self._grammars().of(tool.function.parameters or {"type": "object"}, "tools")
-        known = ", ".join(tool.function.name for tool in tools)
-        raise ApiError(f"tool_choice names {shown(name)}, and the tools are {known}; name one", param="tool_choice")
 
 
 def _prompts(prompt: str | Sequence[Any]) -> list[Any]:

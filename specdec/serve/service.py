@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from specdec.drafter import Drafter
 from specdec.drafting.registry import drafter_names, make_drafter
+from specdec.engine.conversations import answer_end
 from specdec.engine.engine import Engine
 from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.scheduler import Scheduler
@@ -71,7 +72,9 @@ class Service:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        return Grammars(self._tokenizer, self.engine.target.vocab_size, self.engine.target.eos_ids)
+        end = answer_end(self.engine.tokenizer)
+        ends = self.engine.target.eos_ids | ({end} if end is not None else set())
+        return Grammars(self._tokenizer, self.engine.target.vocab_size, ends)
 
     @property
     def ready(self) -> bool:

@@ -1,40 +1,39 @@
-"""A grammar that is not in this package: JSON that follows a schema, by xgrammar."""
+"""A grammar that is not in this package: JSON that follows a schema, by llguidance."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-import xgrammar
-from transformers import PreTrainedTokenizerBase
-
-from specdec.sampling.grammar import Ended
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 
 class JsonSchema:
     """A JSON schema, compiled for a tokenizer and the model's vocabulary."""
 
-    def __init__(self, schema: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-        described = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
-        self.compiled = xgrammar.GrammarCompiler(described).compile_json_schema(schema, any_whitespace=False)
+    def __init__(self, schema: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        self.matcher = LLMatcher(from_tokenizer(tokenizer, n_vocab=vocab_size), grammar)
+        if self.matcher.is_error():
+            raise ValueError(self.matcher.get_error())
 
     def start(self, prompt: Sequence[int]) -> JsonState:
-        return JsonState(xgrammar.GrammarMatcher(self.compiled))
+        return JsonState(self.matcher.deep_copy())
 
 
 class JsonState:
-    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+    def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
 
-    def advance(self, token: int) -> JsonState | Ended | None:
-        other = self.matcher.fork()
-        if not other.accept_token(token):
-            return None
-        return Ended([token]) if other.is_terminated() else JsonState(other)
+    def advance(self, token: int) -> JsonState | None:
+        other = self.matcher.deep_copy()
+        return JsonState(other) if other.consume_token(token) else None  # behind the end, it takes ends alone
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
-        allowed = xgrammar.allocate_token_bitmask(1, scores.shape[-1])
-        self.matcher.fill_next_token_bitmask(allowed)
-        masked = scores.to(torch.float32, copy=True)
-        xgrammar.apply_token_bitmask_inplace(masked, allowed)
-        return masked
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: scores.shape[-1]]
+        return scores.masked_fill(torch.from_numpy(allowed == 0), -math.inf)

@@ -91,7 +91,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(capfd: pytest.CaptureFix
         assert address_of(free) == f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("package", ["uvicorn", "starlette", "prometheus_client", "xgrammar"])
+@pytest.mark.parametrize("package", ["uvicorn", "starlette", "prometheus_client", "llguidance"])
 def test_a_missing_package_is_told_with_the_extra(
     package: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
