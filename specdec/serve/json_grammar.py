@@ -99,6 +99,7 @@ class Grammars:
 
 
 def _part(number: int, rule: str | Mapping[str, Any]) -> dict[str, Any]:
+    """One of a grammar's rules; options within a client's schema, of which one ignores keywords, are nothing."""
     own = {"lark_grammar": rule} if isinstance(rule, str) else {"json_schema": {**rule, "x-guidance": _OPTIONS}}
     return {"name": f"r{number}", **own}
 

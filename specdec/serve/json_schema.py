@@ -69,7 +69,6 @@ class _Walk:
 
     def __init__(self, root: dict[str, Any], drop: Drop) -> None:
         self.root, self._drop = root, drop
-        root.pop("x-guidance", None)  # options of llguidance, among them one that ignores what it cannot follow
         if not _DIALECTS.fullmatch(str(root.get("$schema"))):
             root.pop("$schema", None)
         self._references = References(root)
