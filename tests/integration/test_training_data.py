@@ -19,6 +19,7 @@ from training.data import Sample, TextConfig, load_samples, read_samples
 from training.packing import pack
 from training.run import TrainConfig
 from training.skips import Skips
+from training.split import is_drawn, prompt_of
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +352,15 @@ def test_at_least_two_prompts_are_held_out(
     learnt, judged, _ = divided(tmp_path, tokenizer, records, held_out_one_in=2)
     assert learnt
     assert len({s.prompt for s in judged}) >= held
+
+
+def test_a_prompt_of_most_samples_is_trained(tmp_path: Path, tokenizer: Any) -> None:
+    """Even where it is drawn."""
+    name = next(f"q{i}" for i in range(99) if is_drawn(prompt_of("", f"q{i}"), 2))
+    records = asked(name, answers=20) + asked(*(f"other {i}" for i in range(9)))
+    learnt, held, _ = divided(tmp_path, tokenizer, records, held_out_one_in=2)
+    assert sum(sample.prompt == prompt_of("", name) for sample in learnt) == 20
+    assert len(held) >= 2
 
 
 def test_prompts_of_the_evaluation_data_are_not_trained(tmp_path: Path, tokenizer: Any) -> None:
