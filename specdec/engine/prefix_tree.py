@@ -131,10 +131,10 @@ class PrefixTree(PrefixCache):
     instead = "share it, in any number of threads; in another process make a new one"
 
     def __copy__(self) -> NoReturn:
-        self._refuse()
+        self._refuse_copy()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self._refuse()
+        self._refuse_copy()
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__()

@@ -19,12 +19,12 @@ class NotCopied:
     instead: ClassVar[str]
 
     def __deepcopy__(self, memo: Any) -> Self:
-        self._refuse()
+        self._refuse_copy()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse()
+        self._refuse_copy()
 
-    def _refuse(self) -> NoReturn:
+    def _refuse_copy(self) -> NoReturn:
         raise ConfigError(
             f"{type(self).__name__} can neither be copied nor pickled, as it holds memory of its own (weights for "
             f"native code, keys and values); {self.instead}"

@@ -18,12 +18,15 @@ import torch
 from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["loading", "makes", "reads_weights", "steps", "uncompiled"]
+__all__ = ["HOST", "loading", "makes", "reads_weights", "steps", "uncompiled"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_DTYPE, _HOST = torch.float32, torch.device("cpu")
+HOST = torch.device("cpu")
+"""Where everything lies that is handed to C, which is told the address and nothing else."""
+
+_DTYPE = torch.float32
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -103,8 +106,8 @@ def _is_plain(autocast: bool) -> bool:
 def _settled(*others: AbstractContextManager[Any], autocast: bool = False) -> Iterator[None]:
     """No default device but the host, no autocast unless it may stay, and the other contexts."""
     with ExitStack() as opened:
-        if torch.get_default_device() != _HOST:
-            opened.enter_context(_HOST)
+        if torch.get_default_device() != HOST:
+            opened.enter_context(HOST)
         for kind in _AUTOCAST:
             if not autocast and torch.is_autocast_enabled(kind):
                 opened.enter_context(torch.autocast(kind, enabled=False))

@@ -155,3 +155,14 @@ def test_torch_s_own_random_numbers_are_left_alone() -> None:
     engine.generate(PROMPT, NEW, SAMPLED)
     Engine(engine.target, None, "layer_skip").generate(PROMPT, NEW)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("switch", ["a default device", "a narrow dtype"])
+def test_packed_modules_that_the_caller_calls(switch: str) -> None:
+    """C writes what they return, into memory that is there, of the dtype that it writes."""
+    model: Any = target_for("native").model
+    rows = torch.ones(3, 48, dtype=torch.float32)
+    project = model.model.layers[0].mlp.down_proj
+    alone = project(rows)
+    with SWITCHES[switch]():
+        assert torch.equal(project(rows), alone)
