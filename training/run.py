@@ -24,6 +24,7 @@ from specdec.models.tokenizer import load_tokenizer
 from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.files import check_place, held_folder
 from specdec.settings.validation import check_fields
+from specdec.step import torch_switches
 from training.acceptance import EvalConfig, Written, continued_texts, judged_samples, standard_error
 from training.card import Report, model_card, write_card
 from training.checkpoint import precision_of
@@ -218,6 +219,7 @@ class DrafterTraining:
         self.module.save_pretrained(folder, dtype=getattr(torch, self.config.save_dtype))
 
 
+@torch_switches.makes
 def run_training(
     config: TrainConfig,
     option: str,

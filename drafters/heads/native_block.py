@@ -24,6 +24,7 @@ from specdec.runners.rotary import Rotary
 from specdec.step.batched_rows import rows_of
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
+from specdec.step.torch_switches import HOST
 from specdec.target import Target
 
 __all__ = ["NativeBlock"]
@@ -147,8 +148,8 @@ class NativeBlock(NativeParts):
         else:
             numbers = (c_int64 * len(tokens))(*tokens)
             told.tokens, told.embedding = addressof(numbers), addressof(self._embedding.described)
-        out = torch.empty(rows.rows, self._config.width, dtype=self.dtype)
-        logits = None if self.outputs is None else torch.empty(len(wanted), self.outputs, dtype=self.dtype)
+        out = torch.empty(rows.rows, self._config.width, dtype=self.dtype, device=HOST)
+        logits = None if self.outputs is None else torch.empty(len(wanted), self.outputs, dtype=self.dtype, device=HOST)
         normed = None if logits is None else torch.empty_like(out)
         count = len(wanted)
         library().specdec_run_layers(

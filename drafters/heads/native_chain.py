@@ -29,6 +29,7 @@ from specdec.runners.native_layers import (
 )
 from specdec.runners.rotary import Rotary
 from specdec.step.block import Rows
+from specdec.step.torch_switches import HOST
 from specdec.target import Target
 
 __all__ = ["NativeChain"]
@@ -173,7 +174,7 @@ class NativeChain(NativeParts):
             embedded: [T, W] the rows' embeddings, unless the library ``embeds``.
             wanted: row numbers.
         """
-        states = torch.empty(rows.rows, self._config.width, dtype=self.dtype)
+        states = torch.empty(rows.rows, self._config.width, dtype=self.dtype, device=HOST)
         sources, places, held, first = array("Q"), array("q"), list[torch.Tensor](), 0
         for features, own in brought:
             if features is not None:
@@ -189,8 +190,10 @@ class NativeChain(NativeParts):
         told, kept = described_rows(rows, turns)
         tokens = (c_int64 * rows.rows)(*rows.ids)
         told.tokens = addressof(tokens)
-        logits = None if self._outputs is None else torch.empty(len(wanted), self._outputs, dtype=self.dtype)
-        onward = torch.empty(len(wanted), self._config.width, dtype=self.dtype)
+        logits = (
+            None if self._outputs is None else torch.empty(len(wanted), self._outputs, dtype=self.dtype, device=HOST)
+        )
+        onward = torch.empty(len(wanted), self._config.width, dtype=self.dtype, device=HOST)
         embedded = None if embedded is None else embedded.contiguous()
         library().specdec_run_chain(
             byref(self.described),

@@ -16,6 +16,7 @@ from drafters.medusa.heads import MedusaHeads, with_roots
 from specdec.native.library import library
 from specdec.native.types import CHeads, CProduct
 from specdec.runners.linear import HeadOf, LinearKernel, PackedWeight, linear_kernel
+from specdec.step.torch_switches import HOST
 from specdec.target import Target
 
 __all__ = ["HeadsStep", "State"]
@@ -85,7 +86,7 @@ class HeadsStep:
         embedded = None if self._embed is None else self._embed(roots).to(*self._place).contiguous()
         row_bytes = self._size * dtype.itemsize
         places = [rows.data_ptr() + row * row_bytes for rows, row, _ in states]
-        outputs = [torch.empty(self._count, self._outputs or self._size, dtype=dtype) for _ in states]
+        outputs = [torch.empty(self._count, self._outputs or self._size, dtype=dtype, device=HOST) for _ in states]
         many = c_void_p * len(states)
         library().specdec_guess(
             byref(self._described),

@@ -80,7 +80,10 @@ class Divergence:
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """The outcomes of one system's answers; ``uncompared`` is the reason why its tokens can differ, or empty."""
+    """The outcomes of one system's answers; ``uncompared`` is the reason why its tokens can differ, or empty.
+
+    ``answers`` are those that plain decoding's were there for; ``failed`` ended with an error.
+    """
 
     answers: int = 0
     identical: int = 0
@@ -97,15 +100,18 @@ class Verdict:
         """One word for a table."""
         if self.bugs:
             return BUG
-        return "other" if self.uncompared else ROUNDING if self.divergences else "same"
+        if self.uncompared:
+            return "other"
+        return "nothing" if not self.answers else ROUNDING if self.divergences else "same"
 
     def __str__(self) -> str:
         if self.uncompared:
             return f"not compared: {self.uncompared}"
-        if self.answers and self.identical == self.answers:
+        if self.answers and self.identical == self.answers and not self.failed:
             return "identical"
         rounding = len(self.divergences) - self.bugs
-        parts = [f"{self.identical} of {self.answers} identical"]
+        parts = [f"{self.identical} of {self.answers} identical" if self.answers else "nothing compared"]
+        parts += [f"{self.failed} failed"] if self.failed else []
         parts += [f"{rounding} apart by rounding"] if rounding else []
         parts += [f"{self.bugs} BUGS"] if self.bugs else []
         return ", ".join(parts)
@@ -113,10 +119,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """All systems' verdicts; ``passed`` is False where one of ours has a bug."""
+    """All systems' verdicts.
+
+    Attributes:
+        compared: answers that were compared with another one.
+        passed: False where a system of ours has a bug, or no answer that could be compared.
+    """
 
     systems: dict[str, Verdict]
     ours: frozenset[str]
+    compared: int
 
     @property
     def bugs(self) -> list[Divergence]:
@@ -130,7 +142,12 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        return not self.bugs
+        kept = (self.systems[label] for label in self.ours)
+        return not self.bugs and all(verdict.answers or verdict.uncompared for verdict in kept)
+
+    def __str__(self) -> str:
+        failed = sum(verdict.failed for verdict in self.systems.values())
+        return f"{self.compared} answers were compared with plain decoding's, {failed} failed"
 
 
 def audit(
@@ -154,6 +171,7 @@ def audit(
     _check_tokens(records, target.vocab_size)
     answers = repeats_of(records)
     verdicts: dict[str, Verdict] = {}
+    compared = 0
     for label, about in systems.items():
         verdict = Verdict(divergences=[], uncompared=_excuse(about, sampling))
         verdict.failed = sum(record.system == label and record.error is not None for record in records)
@@ -163,13 +181,14 @@ def audit(
                 continue
             for record in repeats:
                 verdict.answers += 1
+                compared += not verdict.uncompared and record is not plain[0]
                 divergence = None if verdict.uncompared else _first_divergence(record, plain[0], target, sampling)
                 if divergence is not None:
                     verdict.divergences.append(divergence)
                 else:
                     verdict.identical += not verdict.uncompared
         verdicts[label] = verdict
-    return Audit(verdicts, frozenset(label for label, about in systems.items() if about["ours"]))
+    return Audit(verdicts, frozenset(label for label, about in systems.items() if about["ours"]), compared)
 
 
 def _excuse(about: Mapping[str, Any], sampling: SamplingParams) -> str | None:
@@ -183,15 +202,19 @@ def _excuse(about: Mapping[str, Any], sampling: SamplingParams) -> str | None:
 
 
 def _check_complete(records: Sequence[Record], systems: Mapping[str, Any]) -> None:
+    if not records:
+        raise ConfigError(
+            "the run has no answers, so there is nothing to compare; run `specdec bench` with the same options and "
+            "--out again, and it goes on where it stopped"
+        )
     keys = {(record.question_id, record.repeat) for record in records}
     there = {record.key for record in records}
     for label in systems:
         missing = [(question, repeat) for question, repeat in keys if (question, label, repeat) not in there]
-        if missing or not keys:
-            example = f", such as question {missing[0][0]}" if missing else ""
+        if missing:
             raise ConfigError(
-                f"{len(missing)} of {len(keys)} answers of {label!r} are missing{example}; run `specdec bench` with "
-                "the same options and --out again, and it goes on where it stopped"
+                f"{len(missing)} of {len(keys)} answers of {label!r} are missing, such as question {missing[0][0]}; "
+                "run `specdec bench` with the same options and --out again, and it goes on where it stopped"
             )
 
 

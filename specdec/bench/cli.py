@@ -91,7 +91,10 @@ def bench(
 def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `specdec bench`.")],
 ) -> None:
-    """Compare every answer of a run with plain decoding, token by token; the exit status is 1 where one is wrong."""
+    """Compare every answer of a run with plain decoding, token by token.
+
+    The exit status is 1 where one is wrong or a drafter has none, and 2 where there was nothing to compare.
+    """
     from specdec.bench.audit import audit as audit_records
     from specdec.bench.environment import describe_model
     from specdec.bench.records import RunFolder
@@ -112,6 +115,12 @@ def audit(
         )
     verdicts = audit_records(folder.records(), manifest["systems"], target, plan.sampling())
     print_verdicts(verdicts, Console())
+    typer.echo(str(verdicts))
+    if not verdicts.compared:
+        raise ConfigError(
+            f"nothing could be compared in {str(run)!r}: no answer has one of plain decoding beside it; look at the "
+            "errors in its answers.jsonl, and bench other questions or systems"
+        )
     if not verdicts.passed:
         raise typer.Exit(1)
 
@@ -132,7 +141,8 @@ def compare(
     for note in comparison.notes:
         console.print(f"differs: {escape(note)}", soft_wrap=True)
     moved = sum(change.moved for change in comparison.changes)
-    typer.echo(f"{moved} of {len(comparison.changes)} figures moved beyond noise")
+    rests = f"on {comparison.answered} of {comparison.asked} questions"
+    typer.echo(f"{moved} of {len(comparison.changes)} figures moved beyond noise, {rests}")
 
 
 def _run(plan: Plan, folder: Path, command: str) -> tuple[RunFolder, Audit]:

@@ -39,10 +39,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All changes; ``notes`` list the differences between the runs' settings."""
+    """All changes; ``notes`` list failures and the differences between the runs' settings.
+
+    Plain decoding answered ``answered`` of ``asked`` questions in both runs.
+    """
 
     changes: list[Change]
     notes: list[str]
+    answered: int
+    asked: int
 
     def cells(self, everything: bool) -> list[list[str]]:
         """A table of the overall figures of both runs, and of categories that moved; or of all with ``everything``."""
@@ -59,8 +64,11 @@ class Comparison:
 def compare_runs(a: RunFolder, b: RunFolder) -> Comparison:
     """Compare the systems that both runs have, on the questions that both answered.
 
+    A question whose answer failed is left out, and a note says so.
+
     Raises:
-        ConfigError: a folder has no run; models or questions differ; nothing is in common; or answers are missing.
+        ConfigError: a folder has no run; models or questions differ; no question was answered in both; or a run has
+            not ended.
     """
     first, second = a.manifest(), b.manifest()
     for what, key, part in (("models", "model", "fingerprint"), ("questions", "questions", "sha256")):
@@ -69,17 +77,35 @@ def compare_runs(a: RunFolder, b: RunFolder) -> Comparison:
             raise ConfigError(
                 f"the runs have different {what}: {names[0]} and {names[1]}; compare two runs with the same ones"
             )
-    answers = [repeats_of(folder.records()) for folder in (a, b)]
-    for folder, manifest, run in zip((a, b), (first, second), answers, strict=True):
-        wanted, there = manifest["questions"]["asked"], len({q for s, q in run if s == BASELINE})
-        if there < wanted:
+    records = [folder.records() for folder in (a, b)]
+    for folder, manifest, run in zip((a, b), (first, second), records, strict=True):
+        wanted, there = manifest["questions"]["asked"], len({r.question_id for r in run if r.system == BASELINE})
+        if there < wanted:  # a failure is an answer, too
             raise ConfigError(
                 f"{str(folder.path)!r} has plain answers to {there} of {wanted} questions; run `specdec bench` with "
-                "that --out again to answer the rest, and look at its failures"
+                "that --out again to answer the rest"
             )
+    answers = [repeats_of(run) for run in records]
+    asked = min(manifest["questions"]["asked"] for manifest in (first, second))
+    answered = len(set.intersection(*({q for s, q in run if s == BASELINE} for run in answers)))
+    if not answered:
+        raise ConfigError(
+            f"plain decoding answered no question in both {str(a.path)!r} and {str(b.path)!r}, so there is nothing to "
+            "compare; look at the errors in their answers.jsonl"
+        )
     systems = [label for label in first["systems"] if label in second["systems"]]
     changes = [change for label in systems for change in _changes(label, *answers)]
-    return Comparison(changes, _notes(first, second))
+    notes = [note for name, run in zip("AB", records, strict=True) for note in _failures(name, run)]
+    return Comparison(changes, [*notes, *_notes(first, second)], answered, asked)
+
+
+def _failures(name: str, records: Sequence[Record]) -> list[str]:
+    """How many answers of each system failed in a run, with the first error."""
+    errors: dict[str, list[str]] = {}
+    for record in records:
+        if record.error is not None:
+            errors.setdefault(record.system, []).append(f"question {record.question_id}: {record.error}")
+    return [f"{len(found)} answers of {label} failed in {name}; {found[0]}" for label, found in errors.items()]
 
 
 Answers = dict[tuple[str, QuestionId], list[Record]]

@@ -20,6 +20,7 @@ from specdec.errors import CheckpointError, ConfigError, check_choice, shown
 from specdec.settings.arguments import checked
 from specdec.settings.parsing import parse
 from specdec.settings.validation import fitting
+from specdec.step import torch_switches
 from specdec.target import FINAL, Target
 
 __all__ = [
@@ -108,6 +109,7 @@ def describe_weights(folder: Path) -> tuple[str, list[str]]:
     raise CheckpointError(f"no drafter reads {str(folder)!r}: {'; '.join(reasons)}")
 
 
+@torch_switches.makes
 @checked
 def make_drafter(drafter: DrafterSpec, target: Target) -> Drafter:
     """A drafter from its name, from ``{"name": ..., **options}``, or itself.

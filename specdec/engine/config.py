@@ -167,10 +167,13 @@ def override(values: Mapping[str, Any], settings: Iterable[str], kind: type[Weig
         ConfigError: no ``=``, a value that is no YAML, or a group that ``kind`` does not have.
     """
     changed = copy.deepcopy(dict(values))
+    texts: dict[str, str] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set takes KEY=VALUE, such as lookahead.window=15; got {shown(setting)}")
+        if texts.setdefault(key, text) != text:
+            raise ConfigError(f"--set {key} is given twice, as {texts[key]} and as {text}; keep one")
         try:
             value = read_value(text)
         except yaml.YAMLError as error:

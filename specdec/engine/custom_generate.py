@@ -36,12 +36,14 @@ from specdec.sampling.grammar import Grammar
 from specdec.sampling.processors import check_processors, is_repeatable, kept_by, name_of, settled, takes_rows
 from specdec.settings.arguments import checked
 from specdec.settings.sampling_params import SamplingParams
+from specdec.step import torch_switches
 
 __all__ = ["custom_generate"]
 
 _LONGEST = 1 << 40  # no criterion of the length
 
 
+@torch_switches.uncompiled
 @checked
 def custom_generate(
     model: PreTrainedModel,
@@ -98,7 +100,7 @@ def custom_generate(
     check_preparation(model, input_ids, model_kwargs)
     sample = bool(config.do_sample)
     if seed is None:
-        seeds = torch.randint(1 << 62, (count,)).tolist() if sample else [0] * count
+        seeds = torch.randint(1 << 62, (count,), device="cpu").tolist() if sample else [0] * count
     else:
         seeds = [seed + place for place in range(count)]
     padding = [ids[: width - held] for ids, held in zip(input_ids, seen.sum(-1).tolist(), strict=True)]
@@ -132,8 +134,8 @@ def custom_generate(
                 streamer.put(torch.tensor(event.step.tokens))
     if streamer is not None:
         streamer.end()
-    first = torch.as_tensor(0 if config.eos_token_id is None else config.eos_token_id).flatten()[0]
-    pad = int(first) if config.pad_token_id is None else config.pad_token_id
+    known = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id, device="cpu").flatten().tolist()
+    pad = config.pad_token_id if config.pad_token_id is not None else known[0] if known else 0
     sequences: Any = _together(input_ids, padding, ends.cut(texts), pad)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
@@ -272,7 +274,7 @@ def _together(
     sequences = ids.new_full((len(texts), width), pad)
     for row, padded, text in zip(sequences, padding, texts, strict=True):
         row[: len(padded)] = padded
-        row[len(padded) : len(padded) + len(text)] = torch.tensor(text)
+        row[len(padded) : len(padded) + len(text)] = torch.tensor(text, device=row.device)
     return sequences
 
 

@@ -42,8 +42,9 @@ from specdec.parallel.target import ParallelTarget
 from specdec.results import Chunk, Generation, Step
 from specdec.sampling.processors import check_processors, settled
 from specdec.settings.arguments import checked, checked_fields
+from specdec.settings.copies import NotCopied
 from specdec.settings.sampling_params import SamplingParams
-from specdec.step import device_copies
+from specdec.step import device_copies, torch_switches
 from specdec.step.block import MOST_REPLAYED, Block
 from specdec.target import Target
 
@@ -52,7 +53,7 @@ __all__ = ["Engine", "Prompt", "SequenceState"]
 _ANY = 1 << 62  # row limit of a forward that only the draft's own limit bounds
 
 
-class Engine:
+class Engine(NotCopied):
     """A target, its tokenizer and a drafter.
 
     Args:
@@ -78,6 +79,12 @@ class Engine:
         ConfigError: unknown drafter or option, or a size that is not positive.
     """
 
+    instead = (
+        "for another drafter call with_drafter, which shares the model, use one engine in several threads, and in "
+        "another process (started by 'spawn') load a new engine: Engine.from_pretrained(...)"
+    )
+
+    @torch_switches.makes
     @checked
     def __init__(
         self,
@@ -151,6 +158,7 @@ class Engine:
         return AcceptancePolicy(costs, self.drafter.fixed_cost_rows)
 
     @classmethod
+    @torch_switches.makes
     @checked
     def from_pretrained(
         cls,
@@ -259,6 +267,12 @@ class Engine:
             other._follow(self.live)
         return other
 
+    def __copy__(self) -> Engine:
+        """An engine of the same target, drafter and costs."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def predicting(self) -> Engine:
         """The same engine with a drafter that also drafts from a text's ``prediction``; made once."""
         if self._predicting is None:
@@ -270,6 +284,7 @@ class Engine:
         self.live = live
         self.fallback = Fallback(live) if live is not None and self._weighs else None
 
+    @torch_switches.uncompiled
     @checked
     def generate(
         self,
@@ -311,6 +326,7 @@ class Engine:
                     on_step(step)
         return decoding.result()
 
+    @torch_switches.uncompiled
     @checked
     def stream(
         self,
@@ -328,6 +344,7 @@ class Engine:
         """
         return self.start(prompt, max_new_tokens, sampling, **options, trace=trace, stream=True).chunks()
 
+    @torch_switches.uncompiled
     def generate_batch(
         self,
         prompts: Iterable[Prompt],
@@ -368,10 +385,11 @@ class Engine:
         failed = [f"{index} ({first_line(one.error)})" for index, one in enumerate(results) if one.error is not None]
         if failed:
             warnings.warn(
-                f"{len(failed)} of {len(results)} prompts failed: {'; '.join(failed)}", SpecdecWarning, stacklevel=2
+                f"{len(failed)} of {len(results)} prompts failed: {'; '.join(failed)}", SpecdecWarning, stacklevel=3
             )
         return results
 
+    @torch_switches.uncompiled
     def stream_batch(
         self,
         prompts: Iterable[Prompt],
@@ -409,7 +427,8 @@ class Engine:
         ``options`` are those of a :class:`specdec.engine.requests.Request`.
         """
         began = perf_counter()
-        sequence = self.begin(self.prepare(Request(prompt, max_new_tokens, sampling, **options)))
+        with self.target.active():
+            sequence = self.begin(self.prepare(Request(prompt, max_new_tokens, sampling, **options)))
         sequence.stats.seconds.prefill += perf_counter() - began
         return sequence
 
@@ -483,7 +502,7 @@ class Engine:
                 "it decodes greedily, or by the SamplingParams and logits processors that it is given; give those, or "
                 "use model.generate(custom_generate=specdec.custom_generate)",
                 SpecdecWarning,
-                stacklevel=7,  # two for each checked function
+                stacklevel=8,  # two for each checked function, one that is not compiled
             )
 
     def _warn_of_chat_end(self, prompt: Prompt, stops: Sequence[str], stop_tokens: frozenset[int]) -> None:
@@ -508,7 +527,7 @@ class Engine:
                 f"Give stop_token_ids=[{end}] (--stop-token-ids {end}), or add it to the generation config's "
                 "eos_token_id",
                 SpecdecWarning,
-                stacklevel=7,  # two for each checked function
+                stacklevel=8,  # two for each checked function, one that is not compiled
             )
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from specdec.settings.copies import NotCopied
 from specdec.step.cache import KVCache
 from specdec.target import Target
 
@@ -79,16 +81,27 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
     return first
 
 
-class PrefixCache:
+class PrefixCache(NotCopied):
     """Keeps the latest text that was decoded with it: ``engine.generate(prompt, prefix_cache=kept)``.
 
     Generations are the same as without one: bit for bit in native layers, where a token's keys and values do not
     depend on the rows beside it, and elsewhere up to rounding, as between two sizes of ``prefill_chunk``. It holds the
-    memory of one text's cache.
+    memory of one text's cache. A copy, as of a chat that branches, goes on from the same text, and keeps its own later
+    ones; it takes no memory until then. It cannot be pickled.
     """
+
+    instead = "make a new one, PrefixCache(), where it is used: the first text with it runs whole"
 
     def __init__(self) -> None:
         self._kept: KeptText | None = None
+
+    def __copy__(self) -> PrefixCache:
+        branch = type(self)()
+        branch._kept = self._kept  # only read from now on
+        return branch
+
+    def __deepcopy__(self, memo: Any) -> PrefixCache:
+        return self.__copy__()
 
     def begin(
         self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int]

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -151,6 +151,14 @@ class PrefixTree(PrefixCache):
     Raises:
         ConfigError: a bound below 1.
     """
+
+    instead = "share it, in any number of threads; in another process make a new one"
+
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._refuse_copy()
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__()

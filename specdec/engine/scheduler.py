@@ -28,6 +28,7 @@ from specdec.engine.step_observer import StepObserver
 from specdec.errors import ConfigError
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.settings.arguments import checked
+from specdec.settings.copies import NotCopied
 from specdec.step.cache import KVCache
 
 __all__ = ["Event", "Handle", "Scheduler"]
@@ -108,7 +109,7 @@ class _Waiting:
     seconds: float
 
 
-class Scheduler:
+class Scheduler(NotCopied):
     """Admits requests in order, steps those that run together, and lets go of those that end.
 
     ``submit`` and ``cancel`` may be called from any thread, while another one calls ``step``. A request that fails ends
@@ -130,6 +131,8 @@ class Scheduler:
     Raises:
         ConfigError: a size that is not positive, or a ``step_rows`` that cannot hold a draft.
     """
+
+    instead = "make another Scheduler of the engine"
 
     @checked
     def __init__(

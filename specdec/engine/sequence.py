@@ -173,6 +173,22 @@ class SequenceState:
         self._prefix_cache = request.prefix_cache
         self._kept = None if request.prefix_cache is None else self._take(request.prefix_cache)
         self.prefilling = cache.length < len(tokens) - 1
+        if isinstance(target, ParallelTarget):
+            target.greet(self._sampler, **self._told(request))
+
+    def _told(self, request: Request) -> dict[str, Any]:
+        """What decides the text besides model, prompt and sampling: all ranks that run it compare this."""
+        tokenizer, drafter = self._engine.tokenizer, self.drafter
+        spelled = None if tokenizer is None else (type(tokenizer).__qualname__, getattr(tokenizer, "vocab_size", None))
+        return {
+            "the_stops": (set(request.stop), spelled, request.stop_when),
+            "the_stop_tokens": (self._stop_token_ids, self._eos_ids),
+            "the_length": self._end,
+            "the_rows": (self._chunk, self.context.max_rows),
+            "the_drafter": (drafter.name, drafter.taps, drafter.needs_observe, self._top_k),
+            "the_prediction": self.context.prediction,
+            "the_logprobs": request.logprobs,
+        }
 
     def look_again(self) -> None:
         """Look into the prefix cache again if nothing of the prompt has run: others may have run its beginning."""

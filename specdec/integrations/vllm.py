@@ -25,6 +25,7 @@ from specdec.errors import ConfigError, shown
 from specdec.sampling.noise import Noise
 from specdec.settings.parsing import check_positive, parse
 from specdec.settings.sampling_params import SamplingParams
+from specdec.step import torch_switches
 
 __all__ = ["Proposer", "ProposerConfig"]
 
@@ -66,6 +67,7 @@ class Proposer:
         ConfigError: an option is unknown, a drafter needs more than text, or there is no number of tokens.
     """
 
+    @torch_switches.makes
     def __init__(self, vllm_config: Any) -> None:
         more = getattr(vllm_config, "additional_config", None)
         given = more.get("specdec", {}) if isinstance(more, Mapping) else {}
@@ -95,6 +97,7 @@ class Proposer:
     def load_model(self, *_: Any, **__: Any) -> None:
         """Do nothing: vLLM calls this on every proposer, and this one has no model."""
 
+    @torch_switches.makes
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],

@@ -26,6 +26,7 @@ from specdec.models.quantised_checkpoint import quantised_model
 from specdec.runners.rotary import rope_kinds
 from specdec.settings.files import read_object
 from specdec.settings.validation import fitting
+from specdec.step import torch_switches
 
 __all__ = ["check_place", "embedded_model", "load_model", "load_weights", "model_source"]
 
@@ -88,6 +89,7 @@ def load_model(path: str | Path, **options: Any) -> PreTrainedModel:
     return load_weights(path, **options)[0]
 
 
+@torch_switches.reads_weights
 def load_weights(
     path: str | Path,
     *,

@@ -22,6 +22,7 @@ from specdec.models.loading import load_model
 from specdec.models.tokenizer import load_tokenizer
 from specdec.runners.rotary import rope_kinds
 from specdec.settings.files import refuse_existing, replacing
+from specdec.step import torch_switches
 
 __all__ = ["quantise_model"]
 
@@ -32,6 +33,7 @@ _PROBES = (
 )
 
 
+@torch_switches.makes
 def quantise_model(model: str | Path, kind: str, out: Path) -> None:
     """Write a model's matrices in blocks of a kind, and its few other weights in float32.
 

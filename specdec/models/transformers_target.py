@@ -11,7 +11,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,8 +72,9 @@ from specdec.runners.replicas import Evaluated, Replicas
 from specdec.runners.runner import LayerRunner
 from specdec.runners.snapshot import Outline, Snapshot
 from specdec.settings.arguments import checked
+from specdec.settings.copies import NotCopied
 from specdec.settings.files import cache_folder
-from specdec.step import device_copies
+from specdec.step import device_copies, torch_switches
 from specdec.step.batched_rows import rows_of
 from specdec.step.block import MOST_REPLAYED, Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
@@ -93,7 +94,7 @@ for _name, _function in ((ATTENTION, layer_attention), (PROBE, note_layer)):
 register_masks()
 
 
-class TransformersTarget:
+class TransformersTarget(NotCopied):
     """An unmodified transformers decoder.
 
     Args:
@@ -120,6 +121,12 @@ class TransformersTarget:
         ForkError: see :class:`specdec.costs.machine.Threads`.
     """
 
+    instead = (
+        "share it: Engine(target, ...); in another process (started by 'spawn') load a new one: "
+        "TransformersTarget.from_pretrained(...); plain_model() gives a model that can be copied"
+    )
+
+    @torch_switches.makes
     @checked
     def __init__(
         self,
@@ -201,6 +208,7 @@ class TransformersTarget:
         self._seen: tuple[Snapshot, object] | None = None
 
     @classmethod
+    @torch_switches.makes
     @checked
     def from_pretrained(
         cls,
@@ -314,8 +322,7 @@ class TransformersTarget:
 
     def active(self) -> AbstractContextManager[None]:
         Threads.check()
-        # Inside itself nothing is left to do, and to do it again would take as long as a row of scores.
-        return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+        return torch_switches.steps(autocast=self.runner.name == "transformers")  # its modules are called as they are
 
     def forward(
         self,

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set, Sized
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from specdec.errors import ConfigError, ParallelError, first_line
 
-__all__ = ["Ranks", "checksum", "join", "local_device", "silence"]
+__all__ = ["Ranks", "checksum", "content", "join", "local_device", "silence"]
 
+_MOST_TOLD = 1 << 20  # values of a collection that ranks compare one by one
 _LATE = 30.0  # seconds after which a rank that does not come to a step is given up
 
 
@@ -28,6 +29,7 @@ def join(device: torch.device | str | None = None) -> None:
 
     Raises:
         ConfigError: this process was not started by torchrun.
+        ParallelError: the place where the processes meet cannot be used, or one of them does not come.
     """
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -38,7 +40,14 @@ def join(device: torch.device | str | None = None) -> None:
         accelerator = device is not None and torch.device(device).type == "cuda"
         if accelerator:
             torch.cuda.set_device(local_device(device))
-        dist.init_process_group("nccl" if accelerator else "gloo")
+        try:
+            dist.init_process_group("nccl" if accelerator else "gloo")
+        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+            place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise ParallelError(
+                f"rank {os.environ['RANK']} cannot meet the others at {place}: {first_line(error)}; give torchrun a "
+                "--master-port that is free, and start all ranks"
+            ) from error
 
 
 def silence() -> None:
@@ -61,6 +70,35 @@ def checksum(*parts: Sequence[int] | str, start: int = 0) -> int:
         data = part.encode() if isinstance(part, str) else np.asarray(part, dtype=np.int64).tobytes()
         value = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), value))
     return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def content(value: Any, depth: int = 4) -> str:
+    """What a value holds, as text that is the same in every process: no address, and sets in order.
+
+    An object is its class and attributes, a function its name, its numbers and what it was made with. Models and what
+    is nested deeper than ``depth`` are their class alone, and large collections their size.
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if depth == 0 or isinstance(value, torch.nn.Module):
+        return str(name)
+    size = value.numel() if isinstance(value, torch.Tensor) else len(value) if isinstance(value, Sized) else 0
+    if size > _MOST_TOLD:
+        return f"{name} of {size}"
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{value.dtype} {tuple(value.shape)} {value.tolist()}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{content(k, depth - 1)}: {content(v, depth - 1)}' for k, v in value.items()))}}}"
+    if isinstance(value, list | tuple | range | Set):
+        parts = [content(part, depth - 1) for part in value]
+        return f"[{', '.join(sorted(parts) if isinstance(value, Set) else parts)}]"
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        numbers = [one for one in code.co_consts if isinstance(one, int | float | str | None)]
+        return f"{name} {content([numbers, value.__defaults__, value.__kwdefaults__, cells], depth - 1)}"
+    return f"{name} {content(getattr(value, '__dict__', None), depth - 1)}"
 
 
 class Ranks:

@@ -101,9 +101,6 @@ class ShardedTarget(ParallelTarget):
         assert isinstance(output, ShareOutput)
         self._refuse(draft, sampler)
         cache, ranks, top_k = output.cache, self.ranks, min(top_k, self.vocab_size)
-        if not cache.greeted:
-            self.greet(sampler, taps=len(output.taps), top_k=top_k)
-            cache.greeted = True
         cache.text = checksum(sampler.tokens[cache.known :], start=cache.text)
         cache.known = len(sampler.tokens)
         message = _Message(self.max_rows, top_k, {layer: t[0] for layer, t in output.taps.items()})

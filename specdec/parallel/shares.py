@@ -29,7 +29,7 @@ class SharedCache(KVCache):
         super().__init__([], capacity=capacity, rows=rows)
         self.own, self.rank = own, rank
         self.pending: list[int] = []
-        self.greeted, self.text, self.known = False, 0, 0  # whether the ranks agreed on it; its checksum, up to there
+        self.text, self.known = 0, 0  # its checksum, up to there
         self._lags = [0] * ranks  # pending tokens of every rank
         self._shares: list[list[int]] | None = None
         self._tokens: list[int] = []

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from specdec.costs.curve import CostCurve
 from specdec.costs.measuring import describe, kept_curve, new_curve, stored_at
 from specdec.models.transformers_target import TransformersTarget
-from specdec.parallel.ranks import Ranks, checksum
+from specdec.parallel.ranks import Ranks, checksum, content
 from specdec.sampling.sampler import Sampler
+from specdec.step import torch_switches
 
 __all__ = ["ParallelTarget"]
 
@@ -33,6 +34,7 @@ class ParallelTarget(TransformersTarget):
     kind: ClassVar[str]
     splits: ClassVar[bool]
 
+    @torch_switches.makes
     def __init__(self, model: PreTrainedModel, *, ranks: Ranks | None = None, **options: Any) -> None:
         self.together = False  # while it is checked and measured, nothing is split or compared
         self.ranks = ranks or Ranks()
@@ -64,20 +66,24 @@ class ParallelTarget(TransformersTarget):
         share = ranks.size if self.splits else 1
         return replace(curve, rows=[1 + (row - 1) * share for row in curve.rows])
 
-    def greet(self, sampler: Sampler, *, taps: int, top_k: int) -> None:
+    def greet(self, sampler: Sampler, **others: Any) -> None:
         """At the start of a text, see that all ranks begin the same one in the same way.
+
+        Args:
+            sampler: the text's, with its prompt.
+            others: whatever else decides the text, by the name that an error gives it.
 
         Raises:
             ParallelError: they do not.
         """
-        processors = " ".join(type(one).__name__ for one in sampler.processors)
         model = [item for item in describe(self).items() if item[0] not in ("device", "library")]  # may be their own
-        self.ranks.agree(
-            the_model=checksum(repr(model)),
-            the_prompt=checksum(sampler.tokens),
-            the_sampling=checksum(repr(sampler.params), str(sampler.sample), processors),
-            the_drafter=checksum([taps, top_k]),
-        )
+        values = {
+            "the_model": model,
+            "the_prompt": sampler.tokens,
+            "the_sampling": (repr(sampler.params), sampler.sample, sampler.processors),
+            **others,
+        }
+        self.ranks.agree(**{name: checksum(content(value)) for name, value in values.items()})
 
     def describe(self) -> dict[str, dict[str, Any]]:
         found = super().describe()

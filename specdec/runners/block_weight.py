@@ -17,6 +17,7 @@ from specdec.native.library import library
 from specdec.native.types import PANEL, CPart, CProduct, Kind
 from specdec.runners.linear import PackedWeight
 from specdec.runners.memory_pages import HugePages, release_pages, trim_heap
+from specdec.step.torch_switches import HOST
 
 __all__ = ["BlockRows", "BlockTensor", "BlockWeight", "in_bytes"]
 
@@ -95,7 +96,7 @@ class BlockTensor:
     def dequantised(self, first: int, last: int) -> torch.Tensor:
         """[last - first, in] float32: what these rows stand for, of a GGUF file as the package gguf has it."""
         rows = self.rows(first, last)
-        found = torch.empty(last - first, self.inputs)
+        found = torch.empty(last - first, self.inputs, dtype=torch.float32, device=HOST)
         count = rows.nbytes // int(self.format.bytes)
         threads = torch.get_num_threads()
         library().specdec_dequantise(self.format.number, rows.ctypes.data, count, found.data_ptr(), threads)

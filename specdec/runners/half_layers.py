@@ -23,6 +23,7 @@ from specdec.runners.native import NativeRunner
 from specdec.runners.native_layers import NativeLayer, Reading
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.torch_switches import HOST
 
 __all__ = ["Beside", "HalfLayer", "Part", "attention_alone", "half_layers", "mlp_alone", "native_half_layers"]
 
@@ -108,7 +109,7 @@ def mlp_alone(layer: NativeLayer) -> NativeLayer:
 
 @cache
 def _zeros(outputs: int, inputs: int, dtype: torch.dtype) -> PackedWeight:
-    return PackedWeight(torch.zeros(outputs, inputs, dtype=dtype))
+    return PackedWeight(torch.zeros(outputs, inputs, dtype=dtype, device=HOST))
 
 
 class Beside:
@@ -122,7 +123,7 @@ class Beside:
         """A block of ``count`` rows, and their rotary positions [count, d]."""
         if count not in self._made:
             cache = KVCache(self._specs, capacity=count, rows=count)
-            self._made[count] = Block(cache, [0] * count), torch.zeros(count, _NARROW)
+            self._made[count] = Block(cache, [0] * count), torch.zeros(count, _NARROW, dtype=torch.float32, device=HOST)
         return self._made[count]
 
 

@@ -23,6 +23,7 @@ from specdec.native.library import library
 from specdec.native.types import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct, Kind
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.memory_pages import HugePages
+from specdec.step.torch_switches import HOST
 
 __all__ = [
     "DenseLinear",
@@ -114,7 +115,7 @@ class PackedWeight:
         """The weight in codes, and the weights without a code; None where it is not to be stored so."""
         if self.described.kind == Kind.FULL or self.inputs % 2 or not self._library.specdec_codes():
             return None
-        found = torch.zeros(256, dtype=torch.int64)
+        found = torch.zeros(256, dtype=torch.int64, device=HOST)
         self._library.specdec_count_highs(stored.data_ptr(), stored.numel(), found.data_ptr())
         found[0] = stored.numel()  # zero always has a code: weights without one are stored as zero
         highs = found.argsort(descending=True, stable=True)[:CODES]
@@ -124,7 +125,8 @@ class PackedWeight:
         highs = highs.to(torch.uint8)
         panels = -(-self.outputs // PAIR) * PAIR // PANEL
         coded = _PAGES.take(panels * self.inputs // 2 * CODE_BYTES)
-        others, ends = torch.empty(odd, 3, dtype=torch.int32), torch.empty(panels, dtype=torch.int64)
+        others = torch.empty(odd, 3, dtype=torch.int32, device=HOST)
+        ends = torch.empty(panels, dtype=torch.int64, device=HOST)
         described, made = self.described, (coded.data_ptr(), others.data_ptr(), ends.data_ptr())
         described.highs = highs.data_ptr()
         self._library.specdec_code(byref(described), stored.data_ptr(), *made)
@@ -148,7 +150,7 @@ class PackedWeight:
 
     def _multiplied(self, product: CProduct, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         rows, count = rows.to(self.dtype).contiguous(), rows.shape[0]
-        total = torch.empty(count, product.outputs, dtype=self.dtype)
+        total = torch.empty(count, product.outputs, dtype=self.dtype, device=HOST)
         self._library.specdec_product(
             byref(product),
             rows.data_ptr(),
@@ -167,7 +169,7 @@ class PackedWeight:
     @property
     def outline(self) -> torch.Tensor:
         """[out, in] a tensor with the weight's dtype and device, and without values."""
-        return torch.empty(1, dtype=self.dtype).expand(self.outputs, self.inputs)
+        return torch.empty(1, dtype=self.dtype, device=HOST).expand(self.outputs, self.inputs)
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +183,7 @@ class PackedWeight:
     def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
         """[T, in] the weight's rows with these indices."""
         count, half = len(tokens), self.dtype is torch.bfloat16
-        rows = torch.empty(count, self.inputs, dtype=self.dtype)
+        rows = torch.empty(count, self.inputs, dtype=self.dtype, device=HOST)
         numbers = (c_int64 * count)(*tokens)
         if self._library.specdec_look_up(byref(self.described), numbers, count, rows.data_ptr(), half):
             raise IndexError(f"no row for one of {shown(list(tokens))}; the weight has {self.outputs}")

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.step.torch_switches import HOST
+
 __all__ = ["FilePages", "HugePages", "release_pages", "trim_heap"]
 
 Span = tuple[int, int]  # addresses [first, last)
@@ -43,7 +45,7 @@ class HugePages:
     def take(self, count: int) -> torch.Tensor:
         """[count] uint8, of no value yet, at the beginning of a cache line."""
         if not hasattr(mmap, "MADV_HUGEPAGE") or not count:
-            return torch.empty(count, dtype=torch.uint8)
+            return torch.empty(count, dtype=torch.uint8, device=HOST)
         with self._lock:
             chunk = self._chunk()
             if chunk is None or self._taken + count > len(chunk):

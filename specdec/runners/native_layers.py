@@ -18,6 +18,7 @@ from specdec.native.types import CCosSin, CExperts, CHead, CLayer, CProduct, CRo
 from specdec.runners.linear import PackedWeight
 from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
+from specdec.step.torch_switches import HOST
 
 __all__ = [
     "NativeExperts",
@@ -137,12 +138,12 @@ class NativeLayers:
             if hidden.dtype is not self._dtype or not hidden.is_contiguous():
                 hidden = hidden.to(self._dtype).contiguous()
             start = hidden.data_ptr()
-        out = torch.empty(block.rows, self._shape.hidden, dtype=self._dtype)
+        out = torch.empty(block.rows, self._shape.hidden, dtype=self._dtype, device=HOST)
         cos_sin = self._described(cos, signed_sin, by_row)
         told, held = described_rows(block, cos_sin, by_row=by_row)
         if tokens is not None and embedding is not None:
             told.tokens, told.embedding = addressof(tokens), addressof(embedding.described)
-        found = {tap: torch.empty(out.shape, dtype=self._dtype) for tap in taps if first <= tap < last}
+        found = {tap: torch.empty(out.shape, dtype=self._dtype, device=HOST) for tap in taps if first <= tap < last}
         wanted = None
         if found:
             wanted = (c_void_p * last)(*(found[n].data_ptr() if n in found else None for n in range(last)))
@@ -205,7 +206,7 @@ class NativeLayers:
     def shares(self, number: int, logits: torch.Tensor) -> torch.Tensor:
         """[T, E] what rows have of each expert, in the mixture of this number, by a router's ``logits`` [T, E]."""
         told, chosen = self._experts[number]
-        logits, found = logits.float().contiguous(), torch.empty(logits.shape)
+        logits, found = logits.float().contiguous(), torch.empty(logits.shape, dtype=torch.float32, device=HOST)
         apart = CExperts(told.router, told.gate_up, told.down, told.count, chosen, told.norm_topk)
         self._library.specdec_route(byref(apart), logits.data_ptr(), len(logits), found.data_ptr())
         return found.clamp_(min=0)  # those that a row has nothing of are marked by less
@@ -233,8 +234,8 @@ class NativeHead:
     ) -> Reading:
         """Buffers for reading ``total`` rows behind the last layer; ``draws``: rows to draw -> temperature and key."""
         count, dtype = total if rows is None else len(rows), self._product.dtype
-        normed = torch.empty(total, self._product.inputs, dtype=dtype) if final else None
-        logits = torch.empty(count, self._product.outputs, dtype=dtype) if count else None
+        normed = torch.empty(total, self._product.inputs, dtype=dtype, device=HOST) if final else None
+        logits = torch.empty(count, self._product.outputs, dtype=dtype, device=HOST) if count else None
         best, address, half = (c_int64 * count)(), address_of(logits), dtype is torch.bfloat16
         wanted = None if rows is None else (c_int64 * count)(*rows)
         most = min(top_k, self._product.outputs) if top_k > 1 else 0  # the largest score alone has a cheaper search

@@ -55,17 +55,51 @@ def parse(kind: type[T], values: Mapping[str, Any], *, where: str) -> T:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML as of version 1.2: 5e-5 is a number, and only true and false are booleans, not off, no and on."""
+    """Safe YAML as of version 1.2, in which a key stands once.
+
+    5e-5 is a number, 010 is ten and 0o10 eight; only true and false are booleans, not off, no and on; and 1:30, 1_000
+    and 2026-01-01 are words.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._flattened: set[Any] = set()
+
+    def construct_yaml_int(self, node: Any) -> int:
+        text = self.construct_scalar(node)
+        digits = text.lstrip("+-")
+        value = int(digits, 0 if digits[1:2] in ("o", "x") else 10)
+        return -value if text.startswith("-") else value
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Called before a mapping is made, and perhaps again once others' keys have been merged into its own."""
+        places: dict[Any, Any] = {}
+        for key, _ in () if node in self._flattened else node.value:
+            known = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key
+            if known in places:
+                what = f"the key {shown(key.value)} stands twice, first in line {places[known].line + 1}; keep one"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            places[known] = key.start_mark
+        self._flattened.add(node)
+        super().flatten_mapping(node)
 
 
+_TAG = "tag:yaml.org,2002:"
+_KINDS = {
+    "bool": (r"(?i:true|false)$", "tTfF"),
+    "int": (r"([-+]?[0-9]+|[-+]?0o[0-7]+|[-+]?0x[0-9a-fA-F]+)$", "-+0123456789"),
+    "float": (
+        r"([-+]?(\d+\.\d*|\.\d+|(\d+\.?\d*|\.\d+)[eE][-+]?\d+)|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
+        "-+.0123456789",
+    ),
+}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, rule) for tag, rule in rules if tag != "tag:yaml.org,2002:bool"]
+    first: [(tag, rule) for tag, rule in rules if tag.removeprefix(_TAG) not in (*_KINDS, "timestamp")]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?i:true|false)$"), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+for _kind, (_rule, _first) in _KINDS.items():
+    _Loader.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(_rule), list(_first))
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:

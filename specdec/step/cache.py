@@ -21,13 +21,14 @@ import numpy.typing as npt
 import torch
 
 from specdec.errors import DraftError
+from specdec.settings.copies import NotCopied
 from specdec.step.pages import PAGE, PagedSlots, PagePool
 from specdec.step.slots import ContiguousSlots, LayerSpec, Slots
 
 __all__ = ["KVCache", "LayerSpec", "Slots"]
 
 
-class KVCache:
+class KVCache(NotCopied):
     """Keys and values of one sequence for every layer of a target.
 
     Args:
@@ -43,6 +44,8 @@ class KVCache:
             says which committed positions it still holds.
         described: a runner's own description of the slots' addresses; None once they have moved.
     """
+
+    instead = "a new cache of the same specs can take() its beginning"
 
     def __init__(
         self,

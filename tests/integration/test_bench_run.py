@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -700,6 +701,27 @@ def test_missing_answers_are_an_error(make: Make, tiny_engine: Engine) -> None:
     folder.answers.write_text("".join(line for line in lines if '"system":"lookahead"' not in line))
     with pytest.raises(ConfigError, match="2 of 2 answers of 'lookahead' are missing, such as question"):
         judge(tiny_engine, folder, folder.records())
+    with pytest.raises(ConfigError, match="the run has no answers, so there is nothing to compare"):
+        judge(tiny_engine, folder, [])
+
+
+def test_an_audit_rests_on_answers(make: Make, tiny_engine: Engine) -> None:
+    """A drafter all of whose answers failed has not passed, and of failures alone nothing is known."""
+    folder = make().run()
+    found = judge(tiny_engine, folder, [failed(one, one.system == "lookahead") for one in folder.records()])
+    assert not found.passed
+    assert str(found.systems["lookahead"]) == "nothing compared, 2 failed"
+    assert str(found) == "2 answers were compared with plain decoding's, 2 failed"
+    nothing = judge(tiny_engine, folder, [failed(one, True) for one in folder.records()])
+    assert not nothing.passed
+    assert nothing.compared == 0
+    half = judge(tiny_engine, folder, [failed(one, one.question_id == 1) for one in folder.records()])
+    assert half.passed
+    assert str(half.systems["lookahead"]) == "1 of 1 identical, 1 failed"
+
+
+def failed(record: Record, fails: bool) -> Record:
+    return replace(record, turns=[], error="RuntimeError: no") if fails else record
 
 
 def test_what_was_there_before_is_not_swept_while_systems_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

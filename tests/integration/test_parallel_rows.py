@@ -257,14 +257,41 @@ def test_a_rank_that_drafts_otherwise_ends_all() -> None:
     assert all("rank 1, 2 has not the draft of rank 0" in error for error in errors_of(found))
 
 
-@pytest.mark.parametrize("what", ["prompt", "sampling", "drafter"])
+class Numbers:
+    """A tokenizer whose text is the tokens' numbers."""
+
+    all_special_ids = ()
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return " ".join(map(str, tokens))
+
+
+_OTHERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "prompt": lambda rank: {"prompt": prompt_of(7, rank)},
+    "sampling": lambda rank: {
+        "sampling": SamplingParams(temperature=0.8),
+        "logits_processor": [RepetitionPenaltyLogitsProcessor(1.1 + rank)],
+    },
+    "length": lambda rank: {"max_new_tokens": NEW + rank},
+    "stops": lambda rank: {"stop": ["7 7 7", "8 8 8"][: 1 + rank]},
+    "stop tokens": lambda rank: {"stop_token_ids": [30 + rank]},
+    "prediction": lambda rank: {"prediction": [5, 6, 7 + rank]},
+    "drafter": lambda rank: {},
+}
+
+
+@pytest.mark.parametrize("what", _OTHERS)
 def test_a_rank_with_another_task_ends_all(what: str) -> None:
+    """Before anything of the text is there, so that no rank returns one."""
+
     def ask(engine: Engine) -> Generation:
         assert isinstance(engine.target, ShardedTarget)
-        rank = engine.target.ranks.rank
-        prompt = prompt_of(7, rank) if what == "prompt" else PROMPT
-        sampling = SamplingParams(temperature=0.8, seed=rank if what == "sampling" else 0)
-        return engine.generate(prompt, NEW, sampling)
+        engine.tokenizer = Numbers()
+        arguments = {"prompt": PROMPT, "max_new_tokens": NEW, **_OTHERS[what](engine.target.ranks.rank)}
+        try:
+            return engine.generate(**arguments)
+        finally:
+            assert not engine.target.ranks.sent
 
     found = Together("llama", 2).run(lambda rank: "token_recycling" if rank and what == "drafter" else "lookahead", ask)
     assert all(f"rank 1 has not the {what} of rank 0" in error for error in errors_of(found))

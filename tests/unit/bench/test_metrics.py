@@ -269,3 +269,22 @@ def test_compare_refuses_another_model_and_missing_answers(tmp_path: Path) -> No
         compare_runs(a, folder_of(tmp_path / "c", 2.0, answered=7))
     with pytest.raises(ConfigError, match="holds no run"):
         compare_runs(a, RunFolder(tmp_path / "absent"))
+
+
+def test_compare_leaves_out_a_question_that_fails(tmp_path: Path) -> None:
+    """It fails again where the bench is run again, so the others have to do."""
+    a = folder_of(tmp_path / "a", 2.0)
+    b = folder_of(tmp_path / "b", 2.0, asked=20, answered=19)
+    b.append(record("none", 19, error="PromptError: too long"), record("fast", 19, error="PromptError: too long"))
+    found = compare_runs(a, b)
+    assert (found.answered, found.asked) == (19, 20)
+    assert "1 answers of none failed in B; question 19: PromptError: too long" in found.notes
+    assert [change.system for change in found.changes].count("fast") == 4
+
+
+def test_compare_refuses_runs_without_an_answer(tmp_path: Path) -> None:
+    runs = [folder_of(tmp_path / name, 2.0, asked=1, answered=0) for name in "ab"]
+    for run in runs:
+        run.append(record("none", 0, error="PromptError: too long"))
+    with pytest.raises(ConfigError, match=r"answered no question in both .* there is nothing to compare"):
+        compare_runs(*runs)

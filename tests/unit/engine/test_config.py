@@ -16,7 +16,7 @@ from specdec.engine.config import RunConfig, override
 from specdec.engine.config import resolve as resolve_given
 from specdec.errors import ConfigError
 from specdec.settings.options import Given
-from specdec.settings.parsing import load_yaml, parse
+from specdec.settings.parsing import load_yaml, parse, read_value
 
 ROOT = Path(__file__).parents[3]
 DRAFTER_FILES = sorted((ROOT / "configs" / "drafter").glob("*.yaml"))
@@ -212,3 +212,42 @@ def test_drafter_file_opens_with_the_command_that_runs_it(
         monkeypatch.chdir(ROOT)
         assert main([*command[1:], "--max-new-tokens", "2"]) == 0
         assert capsys.readouterr().err.startswith(f"{path.stem}: 2 tokens in ")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("010", 10),
+        ("0o10", 8),
+        ("-0x1F", -31),
+        ("+5", 5),
+        ("1_000", "1_000"),
+        ("1:30", "1:30"),
+        ("5.", 5.0),
+        (".5", 0.5),
+    ],
+)
+def test_a_number_is_what_yaml_1_2_says(text: str, value: Any) -> None:
+    assert read_value(f"window: {text}") == {"window": value}
+    assert type(read_value(text)) is type(value)
+
+
+@pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3", "lookahead: {window: 5, window: 7}", "- {'a': 1, a: 1}"])
+def test_a_key_stands_once(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"line \d+, column \d+: the key '(a|window)' stands twice, first in line 1; keep one"
+    ):
+        load_yaml(path)
+
+
+def test_a_merged_key_is_another_s() -> None:
+    text = "d: &d {a: 1}\np: {q: &e {<<: *d, a: 2}}\nz: {<<: *e}"
+    assert read_value(text) == {"d": {"a": 1}, "p": {"q": {"a": 2}}, "z": {"a": 2}}
+
+
+def test_a_setting_is_given_once() -> None:
+    settings = ["max_new_tokens=5", "drafter=jacobi", "max_new_tokens=7"]
+    with pytest.raises(ConfigError, match="--set max_new_tokens is given twice, as 5 and as 7; keep one"):
+        resolve(settings=settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from torch import nn
 from specdec import Engine, Generation, PrefixCache, SamplingParams
 from specdec.drafting.registry import drafter_names
 from specdec.engine.prefix_cache import KeptText
+from specdec.engine.prefix_tree import PrefixTree
+from specdec.engine.scheduler import Scheduler
+from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native.library import library
 from specdec.step.cache import Slots
@@ -299,3 +304,37 @@ def test_goes_on_from_what_was_interrupted(steps: int, place: str, monkeypatch: 
     again = engine.generate(text, 9, prefix_cache=kept)
     assert again.token_ids == engine.generate(text, 9).token_ids
     assert again.stats.reused_tokens == 4 + steps + (place == "after the commit")
+
+
+@pytest.mark.parametrize("of", [copy.copy, copy.deepcopy])
+def test_a_chat_that_branches(of: Callable[[PrefixCache], PrefixCache]) -> None:
+    """Both go on from the same text, and neither has the other's."""
+    engine, kept = Engine(target_of("llama")), PrefixCache()
+    first = engine.generate(prompt_of(12), 6, prefix_cache=kept)
+    text = [*prompt_of(12), *first.token_ids]
+    branch = of(kept)
+    for number, cache in enumerate((kept, branch)):
+        asked = [*text, 5 + number]
+        found = engine.generate(asked, 6, prefix_cache=cache)
+        assert found.stats.reused_tokens == len(text) - 1
+        assert found.token_ids == engine.generate(asked, 6).token_ids
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
+def test_what_cannot_be_copied_says_so_and_what_to_do(way: Callable[[Any], Any]) -> None:
+    engine = Engine(target_of("qwen3", torch.float32, "auto", "native"))
+    whole = {
+        engine: "call with_drafter",
+        engine.target: "share it",
+        Scheduler(engine): "another Scheduler",
+        PrefixTree(1000): "share it",
+        engine.target.new_cache(capacity=4, rows=4): "a new cache",
+    }
+    if way is pickle.dumps:
+        whole[PrefixCache()] = "make a new one"
+    for one, remedy in whole.items():
+        with pytest.raises(ConfigError, match=f"^{type(one).__name__} can neither be copied nor pickled.*{remedy}"):
+            way(one)
+    with pytest.raises(ConfigError, match="PrefixTree can neither"):
+        copy.copy(PrefixTree(1000))
+    assert copy.copy(engine).generate(prompt_of(7), 4).token_ids == engine.generate(prompt_of(7), 4).token_ids

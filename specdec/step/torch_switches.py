@@ -1,0 +1,157 @@
+"""Torch's switches: inside the engine they are as torch has them at its start, whatever the caller has set.
+
+Default device, default dtype, autocast and inference mode decide where a tensor lies and how it rounds if the code that
+makes it does not say so. A caller sets them for its own code. The engine's code is called in one of two contexts:
+``steps`` around everything that decodes, and ``loading`` around everything that makes a model, a drafter or a trainer.
+Either costs less than a microsecond where nothing is set. docs/own_model.md has the table of all switches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import RLock, local
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["HOST", "loading", "makes", "reads_weights", "steps", "uncompiled"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+HOST = torch.device("cpu")
+"""Where everything lies that is handed to C, which is told the address and nothing else."""
+
+_DTYPE = torch.float32
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps")
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def steps(*, autocast: bool = False) -> AbstractContextManager[None]:
+    """The context of everything that decodes: inference mode, and no switch of the caller's.
+
+    The default dtype belongs to all threads of a process, so it is not set here; float tensors that are made without a
+    dtype get float32 by a mode of this thread.
+
+    Args:
+        autocast: whether the caller's autocast stays, as where a model's own modules run.
+    """
+    inside = torch.is_inference_mode_enabled()
+    if _is_plain(autocast):
+        return _NOTHING if inside else torch.inference_mode()  # inside itself nothing is left to do
+    dtype = _NOTHING if torch.get_default_dtype() is _DTYPE else _Float32()
+    return _settled(torch.inference_mode(), dtype, autocast=autocast)
+
+
+def loading() -> AbstractContextManager[None]:
+    """The context of everything that makes models, drafters and trainers: no inference mode, nor another switch."""
+    if _is_plain(False) and not torch.is_inference_mode_enabled():
+        return _NOTHING
+    dtype = _NOTHING if torch.get_default_dtype() is _DTYPE else _Float32()
+    return _settled(torch.inference_mode(False), dtype)
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that runs as it is where its caller is compiled by ``torch.compile``, with all that it calls."""
+    disable: Any = torch.compiler.disable  # torch does not annotate it
+    return cast(Callable[P, T], disable(function))
+
+
+def makes(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that is called in the context ``loading``, and as it is where its caller is compiled."""
+
+    @uncompiled
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with loading():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def reads_weights(function: Callable[P, T]) -> Callable[P, T]:
+    """A function in which transformers makes a model, for which it sets the default dtype of the whole process.
+
+    One thread does so at a time, as two of them would put back each other's.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _READING:
+            callers, _thread.reads = torch.get_default_dtype(), _thread.reads + 1
+            torch.set_default_dtype(_DTYPE)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch.set_default_dtype(callers)
+                _thread.reads -= 1
+
+    return call
+
+
+def _is_plain(autocast: bool) -> bool:
+    """Whether default device, default dtype and, unless it may stay, autocast are as torch has them at its start."""
+    return (
+        not _len_torch_function_stack()  # a default device is a mode on this stack
+        and torch.get_default_dtype() is _DTYPE
+        and (autocast or not _is_any_autocast_enabled())
+    )
+
+
+@contextmanager
+def _settled(*others: AbstractContextManager[Any], autocast: bool = False) -> Iterator[None]:
+    """No default device but the host, no autocast unless it may stay, and the other contexts."""
+    with ExitStack() as opened:
+        if torch.get_default_device() != HOST:
+            opened.enter_context(HOST)
+        for kind in _AUTOCAST:
+            if not autocast and torch.is_autocast_enabled(kind):
+                opened.enter_context(torch.autocast(kind, enabled=False))
+        for other in others:
+            opened.enter_context(other)
+        yield
+
+
+class _State(local):
+    """``reads``: how many functions of this thread that read weights are under way."""
+
+    reads = 0
+
+
+_thread, _READING = _State(), RLock()
+
+
+class _Float32(TorchFunctionMode):
+    """Float tensors that are made without a dtype are float32, whatever the default dtype is."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if _thread.reads:  # transformers has set the dtype that it wants
+            return func(*args, **options)
+        if func in _FLOATS and options.get("dtype") is None and options.get("out") is None:
+            return func(*args, **{**options, "dtype": _DTYPE})
+        made = func(*args, **options)
+        if func not in _AS_GIVEN or options.get("dtype") is not None or options.get("out") is not None:
+            return made
+        given = any(hasattr(value, "dtype") for value in (*args, *options.values()))  # tensors and arrays keep theirs
+        if given or made.dtype is not torch.get_default_dtype():
+            return made
+        return func(*args, **{**options, "dtype": _DTYPE})
+
+
+_FLOATS = frozenset([
+    *(torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.eye, torch.linspace, torch.logspace),
+    *(torch.hann_window, torch.hamming_window, torch.empty_strided),
+])  # fmt: skip
+"""Make floats unless they are told another dtype."""
+
+_AS_GIVEN = frozenset([
+    *(torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.full, torch.arange),
+])  # fmt: skip
+"""Make floats of Python's floats."""
