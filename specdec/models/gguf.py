@@ -1,8 +1,9 @@
 """GGUF: models in llama.cpp's file format, and the tokenizers that such files describe.
 
-Where native layers run a model, its blocks stay quantised (:mod:`specdec.models.gguf_blocks`). Otherwise transformers
-dequantises them, and the model takes as much memory as one from safetensors: two bytes a parameter in bfloat16, four
-in float32. Rounding to bfloat16 changes a weight far less than its quantisation did.
+Where native layers run a model, its blocks stay quantised (:mod:`specdec.models.gguf_blocks`). Otherwise they are
+dequantised, by transformers where a model is spread over devices, and it takes as much memory as one from safetensors:
+two bytes a parameter in bfloat16, four in float32. Rounding to bfloat16 changes a weight far less than its
+quantisation did.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.errors import CheckpointError, ConfigError, first_line, pip_line
-from specdec.models.gguf_blocks import config_of, why_dequantised
+from specdec.models.gguf_blocks import why_dequantised
+from specdec.models.gguf_kinds import refuse_head, refuse_kind
+from specdec.models.gguf_settings import config_of
 from specdec.models.gguf_table import TensorTable
-from specdec.models.gguf_tokenizer import TokenizerSettings, read_tokenizer
+from specdec.models.gguf_tensors import check_blocks
+from specdec.models.gguf_tokenizer import ends_of, read_tokenizer
 
 __all__ = ["GgufFile", "is_gguf", "require_gguf"]
 
@@ -64,8 +68,14 @@ class GgufFile:
         return next(_PLAIN[kind] for kind in (30, 1, 0) if kind in types)
 
     def config(self) -> Any:
-        """The config that transformers makes of the file's settings."""
-        return config_of(self.metadata, self.names)
+        """The config of transformers that the file's settings make.
+
+        Raises:
+            CheckpointError: they say what is not read, or do not fit the file's tensors.
+        """
+        config = config_of(self.metadata, self.names, repr(str(self.path)))
+        check_blocks(self.table, config.num_hidden_layers)
+        return config
 
     def why_dequantised(self, dtype: str | torch.dtype, device: Any) -> str | None:
         """The reason why its blocks must be dequantised, or None where they can stay quantised."""
@@ -80,14 +90,18 @@ class GgufFile:
             CheckpointError: the file is not GGUF, or is broken or incomplete.
         """
         require_gguf()
+        refuse_head(path)
         remedy = "it is broken or was not fetched whole; get it again"
         try:
             table = TensorTable(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
         except Exception as error:  # a broken file's lengths can make the reader raise anything
             why = first_line(error).rstrip(".")
             raise CheckpointError(f"cannot read {str(path)!r} as GGUF: {why}; {remedy}") from error
         if (size := path.stat().st_size) < table.end:
             raise CheckpointError(f"{str(path)!r} ends after {size} of {table.end} bytes; {remedy}")
+        refuse_kind(str(path), table.metadata)
         return cls(path, table)
 
     @contextmanager
@@ -107,17 +121,11 @@ class GgufFile:
             self.table.widen(copy)
             yield copy
 
-    @property
-    def scales_positions(self) -> bool:
-        """Whether the file scales the rotary frequencies."""
-        kind = self.metadata.get(f"{self.metadata['general.architecture']}.rope.scaling.type", "none")
-        return kind != "none" or any(name.startswith("rope_f") for name in self.names)
-
     def settle(self, model: PreTrainedModel) -> None:
         """Set the dequantised model's source and the tokens that end a text."""
         vars(model.config).pop("_model_name_or_path", None)  # it holds the model's title, not a path
         model.name_or_path = str(self.path)
-        ends = list(TokenizerSettings.of(self.metadata).ends)
+        ends = ends_of(self.path)
         config: Any = model.generation_config
         config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
 

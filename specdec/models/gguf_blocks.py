@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from specdec.errors import CheckpointError
+from specdec.models.gguf_settings import is_mixtral
 from specdec.models.gguf_table import TensorEntry, TensorTable
+from specdec.models.gguf_tensors import check_known, check_read
 from specdec.native.formats import formats
 from specdec.native.library import library
 from specdec.runners.block_weight import BlockTensor, BlockWeight
@@ -32,19 +33,16 @@ from specdec.runners.linear import ModuleRef, PackedLinear, PackedModule, TiedEm
 
 __all__ = [
     "Filling",
-    "config_of",
+    "check_tensors",
     "dequantised_model",
     "described",
     "described_rows",
-    "is_mixtral",
-    "left_out",
     "model_in_blocks",
     "why_dequantised",
     "why_not_native",
 ]
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3")  # native layers run all of these
-_SPELT = {"qwen3moe": "qwen3_moe"}  # architectures that transformers spells otherwise
+_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3")  # native layers run all of these
 _DTYPES = (torch.bfloat16, torch.float32)
 _ATTENTION = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
 _MLP = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
@@ -71,39 +69,6 @@ def why_not_native(dtype: torch.dtype, device: Any) -> str | None:
     return None
 
 
-def config_of(metadata: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The config that transformers makes of a file. Its own way reads the whole vocabulary for a size, in seconds."""
-    own = str(metadata["general.architecture"])
-    family = "mistral" if "llama" in own and metadata.get("general.name") == "mistral" else _SPELT.get(own, own)
-    values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in names}
-    values |= GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {})
-    for key, value in metadata.items():
-        prefix, _, setting = key.replace(own, family).partition(".")
-        names_of: Any = GGUF_CONFIG_MAPPING
-        name = names_of[prefix].get(setting) if prefix in ("general", family) else None
-        if name not in (None, -1):
-            values[name] = value.replace(own, family) if isinstance(value, str) else value
-    values["model_type"] = {"gemma3": "gemma3_text", **_SPELT}.get(values["model_type"], values["model_type"])
-    if is_mixtral(metadata):
-        values["model_type"] = "mixtral"
-        values["num_local_experts"] = metadata[f"{own}.expert_count"]
-        values["num_experts_per_tok"] = metadata[f"{own}.expert_used_count"]
-    values |= left_out(metadata)
-    values.setdefault("vocab_size", metadata.get("tokenizer.ggml.tokens", 0))
-    return AutoConfig.for_model(values.pop("model_type")).from_dict(values)
-
-
-def left_out(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says of its model's config, and transformers leaves at a default."""
-    width = metadata.get(f"{metadata['general.architecture']}.expert_feed_forward_length")
-    return {} if width is None else {"moe_intermediate_size": width}
-
-
-def is_mixtral(metadata: Mapping[str, Any]) -> bool:
-    """Whether a file says that it is a Llama with experts, which transformers does not read."""
-    return metadata["general.architecture"] == "llama" and bool(metadata.get("llama.expert_count"))
-
-
 def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype, *, int8: bool = False) -> PreTrainedModel:
     """A transformers model whose linears, embedding and head hold the blocks of a file.
 
@@ -116,16 +81,21 @@ def model_in_blocks(table: TensorTable, config: Any, dtype: torch.dtype, *, int8
     Raises:
         CheckpointError: a tensor is missing, or its shape differs from the model's.
     """
-    return _GgufFilling(table, config, dtype, int8).model
+    return _GgufFilling(table, config, dtype, int8).filled()
 
 
 def dequantised_model(table: TensorTable, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The same with dense weights, of a file that transformers does not read.
+    """The same with dense weights.
 
     Raises:
         CheckpointError: a tensor is missing, or its shape differs from the model's.
     """
-    return _GgufFilling(table, config, dtype, in_blocks=False).model
+    return _GgufFilling(table, config, dtype, in_blocks=False).filled()
+
+
+def check_tensors(table: TensorTable, config: Any) -> None:
+    """Raises CheckpointError where a file's tensors are not those of the config's model; no weight is read or made."""
+    _GgufFilling(table, config, torch.float32, in_blocks=False)
 
 
 def described(model: nn.Module) -> str:
@@ -164,6 +134,8 @@ class Filling:
         where: the checkpoint, as errors name it.
     """
 
+    _in_blocks: bool
+
     def __init__(self, config: Any, dtype: torch.dtype, int8: bool, where: str) -> None:
         self._dtype, self._config, self._int8, self._where = dtype, config, int8, where
         classes: Any = AutoModelForCausalLM
@@ -174,7 +146,7 @@ class Filling:
     def fill(self) -> None:
         model: Any = self.model
         decoder = model.get_decoder()
-        for layer in decoder.layers:
+        for layer in decoder.layers if self._in_blocks else ():
             mixed = type(layer.mlp) in MIXTURES
             for group in _ATTENTION if mixed else (*_ATTENTION, *_MLP):
                 self._place([ModuleRef.at(layer, name) for name in group])
@@ -250,7 +222,29 @@ class _GgufFilling(Filling):
         )
         names = get_gguf_hf_weights_map(shell, processor(config=sizes), "llama" if is_mixtral(table.metadata) else None)
         self._entries = {names.get(entry.name, entry.name): entry for entry in table.entries}
+        self._check()
+
+    def filled(self) -> PreTrainedModel:
         self.fill()
+        return self.model
+
+    def _check(self) -> None:
+        """Raises CheckpointError unless the file has all tensors that the model needs, in its shapes, and no others."""
+        model: Any = self.model
+        tied = f"{self._names[id(model.get_output_embeddings())]}.weight"
+        shapes = {name: weight.shape for name, weight in self.model.named_parameters(remove_duplicate=False)}
+        if self._config.tie_word_embeddings:
+            shapes.pop(tied, None)
+        needed = [name for name in shapes if not _EXPERTS.fullmatch(name)]
+        have = {self._entries[name].name for name in needed if name in self._entries}
+        split = {name: shape for name, shape in shapes.items() if _EXPERTS.fullmatch(name)}
+        have |= {part for name in split for part in self._expert_names(name)}
+        check_known(self._table, have)
+        for name in needed:
+            self._entry(name, shapes[name])
+        for name, shape in split.items():
+            self._expert_entries(name, shape)
+        check_read(self._table, have)
 
     def _tensor(self, name: str, shape: Sequence[int]) -> BlockTensor | TensorEntry:
         """The blocks of a weight; where it has none, its entry in the table."""
@@ -281,10 +275,13 @@ class _GgufFilling(Filling):
     def _expert_entries(self, name: str, shape: Sequence[int]) -> list[TensorEntry]:
         """The tensors of a file that make experts' weights [E, outputs, inputs]: of gate and of up, or of down."""
         count, outputs, inputs = shape
+        names = self._expert_names(name)
+        return [self._entry(one, (count, outputs // len(names), inputs)) for one in names]
+
+    @staticmethod
+    def _expert_names(name: str) -> list[str]:
         layer, kind = _EXPERTS.fullmatch(name).groups()  # type: ignore[union-attr]
-        parts = kind.split("_")
-        names = [f"blk.{layer}.ffn_{part}_exps.weight" for part in parts]
-        return [self._entry(one, (count, outputs // len(parts), inputs)) for one in names]
+        return [f"blk.{layer}.ffn_{part}_exps.weight" for part in kind.split("_")]
 
     def _is_dense(self, entry: TensorEntry) -> bool:
         return not self._in_blocks or entry.type not in formats()

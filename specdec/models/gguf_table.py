@@ -18,6 +18,8 @@ from specdec.native.formats import formats
 __all__ = ["TensorEntry", "TensorTable", "read_settings"]
 
 _PLAIN = {0: 4, 1: 2, 30: 2}  # ggml's numbers of float32, float16 and bfloat16 -> bytes of a value
+_RETIRED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
+_RETIRED |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ def _size_of(kind: int) -> tuple[int, int]:
         return int(known.values), int(known.bytes)
     import gguf  # imported late: it can import other tokenizer packages, for seconds
 
+    if kind in _RETIRED:
+        raise CheckpointError(
+            f"it holds tensors of type {_RETIRED[kind]} ({kind}), which llama.cpp has retired and no program reads any "
+            "more; get another quantisation, such as Q4_0"
+        )
     found: tuple[int, int] = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     return found
 
@@ -71,6 +78,7 @@ class TensorTable:
 
     Raises:
         ValueError: an entry is not valid; the message names it.
+        CheckpointError: a tensor's type is retired.
     """
 
     def __init__(self, path: Path) -> None:

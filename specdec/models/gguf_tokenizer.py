@@ -22,14 +22,16 @@ from transformers.tokenization_utils_base import generate_merges
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from specdec.errors import CheckpointError, SpecdecWarning, first_line
+from specdec.models.gguf_ends import CONTROL, USER_DEFINED, TokenRoles
 from specdec.models.gguf_splits import splitter
 from specdec.models.gguf_table import read_settings
 from specdec.runners.memory_pages import trim_heap
 
-__all__ = ["TokenizerSettings", "read_tokenizer"]
+__all__ = ["ends_of", "read_tokenizer"]
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's character for a space
-_WHOLE = _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are matched whole in a text
+_UNKNOWN = 2
+_WHOLE = _UNKNOWN, CONTROL, USER_DEFINED  # types of tokens that are matched whole in a text
 _REMEDY = (
     "give the model's own tokenizer, Engine.from_pretrained(file, tokenizer=AutoTokenizer.from_pretrained(folder)), or "
     "load the model's folder of safetensors"
@@ -55,7 +57,6 @@ class TokenizerSettings:
             ``gpt2`` for byte pairs.
         rule: name of the rule that splits texts before byte pairs are merged.
         bos, eos, unk, pad: ids of the begin, end, unknown and padding tokens; None where the file has none.
-        ends: ids of tokens that end an answer.
         add_bos, add_eos: whether the begin and end tokens are added to a text.
         space_prefix: whether a space is added before a text, and before the text after a special token.
         whole_words: whether a word that is a token is taken whole, without merges.
@@ -68,7 +69,6 @@ class TokenizerSettings:
     eos: int | None
     unk: int | None
     pad: int | None
-    ends: tuple[int, ...]
     add_bos: bool
     add_eos: bool
     space_prefix: bool
@@ -85,16 +85,13 @@ class TokenizerSettings:
         def said(name: str, default: Any) -> Any:
             return metadata.get(f"tokenizer.ggml.{name}", default)
 
-        eos = said("eos_token_id", 2 if pieces else None)
-        ends = {eos, said("eot_token_id", None), said("eom_token_id", None)} - {None}
         return cls(
             kind=kind,
             rule=rule,
             bos=said("bos_token_id", 1 if pieces else None),
-            eos=eos,
+            eos=said("eos_token_id", 2 if pieces else None),
             unk=said("unknown_token_id", 0 if pieces else None),
             pad=said("padding_token_id", None),
-            ends=tuple(sorted(ends)),
             add_bos=bool(said("add_bos_token", kind != "gpt2" or rule in _BEGINNING)),
             add_eos=bool(said("add_eos_token", False)),
             space_prefix=pieces and bool(said("add_space_prefix", not own_spaces)),
@@ -124,6 +121,15 @@ def read_tokenizer(path: Path) -> Any:
     tokenizer.name_or_path = str(path)
     trim_heap()  # of lists that are as large as the tokenizer
     return tokenizer
+
+
+def ends_of(path: Path) -> list[int]:
+    """The tokens of a GGUF file that end an answer, sorted; those that it names where it lists no tokens."""
+    _, metadata, _, _ = read_settings(path, ("tokenizer.ggml.tokens",))
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    found = TokenRoles.of(metadata, tokens, str(metadata.get("tokenizer.ggml.model"))).ends
+    trim_heap()  # of the list of tokens
+    return sorted(found)
 
 
 class _Handed:
@@ -156,17 +162,18 @@ class _Vocabulary:
             raise self._refusal(f"its tokens have no {needed}")
         if len(self.ids) < len(self.tokens):
             raise self._refusal("it lists a token twice")
-        named = (settings.bos, settings.eos, settings.unk, settings.pad, *settings.ends)
+        self.roles = TokenRoles.of(metadata, self.tokens, settings.kind)
+        named = (settings.bos, settings.eos, settings.unk, settings.pad)
         for place in named:
             if place is not None and not 0 <= place < len(self.tokens):
                 raise self._refusal(f"it names token {place} and has {len(self.tokens)}")
         self.scores = metadata.get("tokenizer.ggml.scores") if settings.kind == "llama" else None
         merges = () if self.scores else metadata.get("tokenizer.ggml.merges", ())
         self.merges = [self._pair(merge) for merge in merges]
-        types = metadata.get("tokenizer.ggml.token_type", ())
-        of_type = {kind: {at for at, is_of in enumerate(types) if is_of == kind} for kind in _WHOLE}
-        self.special = of_type[_UNKNOWN] | of_type[_CONTROL] | {place for place in named if place is not None}
-        self.whole = sorted(self.special | of_type[_USER_DEFINED])
+        types = {**dict(enumerate(metadata.get("tokenizer.ggml.token_type", ()))), **self.roles.types}
+        of_type = {kind: {at for at, is_of in types.items() if is_of == kind} for kind in _WHOLE}
+        self.special = of_type[_UNKNOWN] | of_type[CONTROL] | {place for place in named if place is not None}
+        self.whole = sorted(self.special | of_type[USER_DEFINED])
 
     def tokenizer(self, template: str | None) -> Any:
         """The transformers tokenizer for these tokens."""
@@ -220,7 +227,7 @@ class _Vocabulary:
 
     def check(self, tokenizer: Any) -> None:
         """Compare the library's tokens of some texts with the simple encoder's."""
-        ends = [self.tokens[end] for end in self.settings.ends]
+        ends = [self.tokens[end] for end in sorted(self.roles.ends)]
         for text in (*_PROBES, *(f"ab{end}cd" for end in ends)):
             tokens, expected = list(tokenizer(text)["input_ids"]), self.encode(text, tokenizer.backend_tokenizer)
             if tokens != expected:

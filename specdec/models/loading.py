@@ -14,16 +14,17 @@ import torch
 from annotated_types import Ge, Lt
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils.peft_utils import find_adapter_config_file
 from transformers.utils.quantization_config import GgufConfig
 
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
 from specdec.models.catalog import named_models
+from specdec.models.folders import NAMES, refuse_adapter, refuse_integers, remedy_for
 from specdec.models.gguf import GgufFile, is_gguf
-from specdec.models.gguf_blocks import dequantised_model, described, is_mixtral, left_out, model_in_blocks
+from specdec.models.gguf_blocks import check_tensors, dequantised_model, described, model_in_blocks
+from specdec.models.gguf_settings import is_mixtral
+from specdec.models.git_lfs import refuse_pointers
 from specdec.models.inspection import refuse_unfit
 from specdec.models.quantised_checkpoint import quantised_model
-from specdec.runners.rotary import rope_kinds
 from specdec.settings.files import read_object
 from specdec.settings.validation import fitting
 from specdec.step import torch_switches
@@ -39,7 +40,6 @@ _SIZES = (
 )
 _PACKED = 32  # weights per byte: many times more than any quantisation, or sharing of layers, makes of one
 _HUB_ID = re.compile(r"(?![.~])[\w.-]{1,96}(/[\w.-]{1,96})?")
-_NAMES = " or ".join(map(repr, named_models()))
 
 
 def embedded_model() -> Path:
@@ -63,7 +63,7 @@ def model_source(model: str | Path) -> str | Path:
             "that is a file" if os.path.exists(path) else f"there is no such {'file' if is_gguf(path) else 'folder'}"
         )
         raise CheckpointError(
-            f"cannot load a model from {shown(str(model), 400)}: {wrong}; give {_NAMES}, a folder with config.json and "
+            f"cannot load a model from {shown(str(model), 400)}: {wrong}; give {NAMES}, a folder with config.json and "
             "*.safetensors, a GGUF file, or a hub id"
         )
     return model
@@ -120,39 +120,37 @@ def load_weights(
         dtype = gguf.dtype if dtype == "auto" else dtype
     elif isinstance(place, Path):
         _check_folder(place)
-    why, int8 = None, activations == "int8"
+    int8 = activations == "int8"
     if gguf is not None:
-        why = "another way to run its layers was asked for"
-        if in_blocks and device_map is None and not split:
+        why: str | None = "another way to run its layers was asked for"
+        spread = device_map is not None or split
+        if in_blocks and not spread:
             why = gguf.why_dequantised(dtype, device)
-        if why is None:
-            return _filled(gguf, dtype, str(path), int8=int8)
-        if int8:
+        if why is not None and int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
-        if is_mixtral(gguf.metadata):
-            if device_map is not None or split:
-                raise ConfigError(
-                    f"{shown(str(path), 400)} is a Llama with experts, which transformers does not read from GGUF, and "
-                    "specdec only onto one device; leave device_map and tensor parallelism out, or give the model's "
-                    "folder of safetensors"
-                )
-            filled, how = _filled(gguf, dtype, str(path), why=why)
+        if not spread:
+            filled, how = _filled(gguf, dtype, str(path), int8=int8, why=why)
             return (filled if device is None else filled.to(device)), how  # type: ignore[arg-type]
+        if is_mixtral(gguf.metadata):
+            raise ConfigError(
+                f"{shown(str(path), 400)} is a Llama with experts, which transformers does not read from GGUF, and "
+                "specdec only onto one device; leave device_map and tensor parallelism out, or give the model's "
+                "folder of safetensors"
+            )
     dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
     try:
         with ExitStack() as opened:
             if gguf is not None:
                 file = opened.enter_context(gguf.opened())
                 place, reading["gguf_file"] = file.parent, file.name
-            config = AutoConfig.from_pretrained(place, **reading)
+            if gguf is None:
+                refuse_adapter(place)
+            config = AutoConfig.from_pretrained(place, **reading) if gguf is None else gguf.config()
             refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
-            for name, value in ({} if gguf is None else left_out(gguf.metadata)).items():
-                setattr(config, name, value)
             _check_sizes(config.to_dict(), str(path))
             if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
                 config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
             if gguf is None:
-                _refuse_adapter(place)
                 spread = device_map is not None or split
                 quantised = quantised_model(place, config, dtype, device, in_blocks=in_blocks, spread=spread, int8=int8)
                 if quantised is not None:
@@ -164,7 +162,7 @@ def load_weights(
                         "it out, or make a GGUF file with `specdec quantize`"
                     )
             else:
-                _refuse_scaled(gguf, config)
+                check_tensors(gguf.table, config)
                 opened.enter_context(redirect_stderr(StringIO()))  # the bar heeds no switch of transformers
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 place,
@@ -182,8 +180,7 @@ def load_weights(
         raise
     except Exception as error:  # files of others, read by code of others: they raise anything
         raise CheckpointError(
-            f"cannot load a causal language model from {str(path)!r}: {told(error)}; give {_NAMES}, a folder "
-            "with config.json and *.safetensors, a GGUF file, or a hub id that this machine can reach"
+            f"cannot load a causal language model from {str(path)!r}: {told(error)}; {remedy_for(place, error)}"
         ) from error
     model: PreTrainedModel = loaded[0]
     if gguf is not None:
@@ -199,9 +196,11 @@ def load_weights(
             f"the checkpoint {str(path)!r} does not fit {type(model).__name__}: tensors {what}; "
             "it was saved from another architecture or is incomplete"
         )
+    if gguf is None:
+        refuse_integers(place, model)
     if device is not None and device_map is None:
         model.to(device)  # type: ignore[arg-type]  # in place
-    return model, None if gguf is None or why is None else f"dequantised: {why}"
+    return model, None if gguf is None else f"dequantised: {why}"
 
 
 def _is_of_mtp(name: str, config: Any) -> bool:
@@ -223,7 +222,6 @@ def _filled(
         config = gguf.config()
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
         _check_sizes(config.to_dict(), path)
-        _refuse_scaled(gguf, config)
         if why is None:
             model = model_in_blocks(gguf.table, config, _dtype_of(dtype), int8=int8)
         else:
@@ -244,7 +242,8 @@ def _dtype_of(dtype: str | torch.dtype) -> Any:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises CheckpointError for what a folder's JSON files say that no library should be asked to believe."""
+    """Raises CheckpointError for files that were not fetched, and JSON that no library should be asked to believe."""
+    refuse_pointers(folder)
     held = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
     for path in filter(Path.exists, (folder / "config.json", folder / "generation_config.json")):
         values = read_object(path)
@@ -259,28 +258,6 @@ def _check_folder(folder: Path) -> None:
                 raise CheckpointError(
                     f"{str(index)!r} names weights outside its folder: {shard!r}; do not trust this checkpoint"
                 )
-
-
-def _refuse_scaled(gguf: GgufFile, config: Any) -> None:
-    """Raises CheckpointError where a GGUF file scales its rotary frequencies and transformers did not read how."""
-    if gguf.scales_positions and all(rope.get("rope_type", "default") == "default" for rope in rope_kinds(config)):
-        raise CheckpointError(
-            f"{str(gguf.path)!r} scales its rotary frequencies, which transformers does not read from GGUF: the model "
-            "would be another one; load its folder of safetensors"
-        )
-
-
-def _refuse_adapter(place: str | Path) -> None:
-    """Raises CheckpointError where peft's adapter_config.json is beside the weights: whether transformers applies it,
-    and whether it loads the base model that stands in it, depends on what is installed and on the other files.
-    """
-    adapter = find_adapter_config_file(str(place))
-    if adapter is not None:
-        raise CheckpointError(
-            f"{str(place)!r} holds {adapter!r}, which names another model to be loaded or changes this one's weights; "
-            "delete it if the folder's own weights are meant. To decode with an adapter, load base and adapter with "
-            "peft and hand the model to TransformersTarget"
-        )
 
 
 def _check_sizes(config: Mapping[str, Any], where: str, held: int | None = None) -> None:

@@ -8,16 +8,21 @@ and moved there last.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specdec.errors import CheckpointError, ConfigError, first_line
-from specdec.models.gguf import require_gguf
+from specdec.models.gguf import GgufFile, require_gguf
+from specdec.models.gguf_blocks import check_tensors
+from specdec.models.gguf_ends import FILL_ENDS, TokenRoles
 from specdec.models.gguf_splits import rules, splitter
-from specdec.models.gguf_tokenizer import read_tokenizer
+from specdec.models.gguf_tokenizer import ends_of, read_tokenizer
 from specdec.models.gguf_writer import add_settings, add_weights
+from specdec.models.inspection import eos_ids_of
 from specdec.models.loading import load_model
 from specdec.models.tokenizer import load_tokenizer
 from specdec.runners.rotary import rope_kinds
@@ -27,6 +32,10 @@ from specdec.step import torch_switches
 __all__ = ["quantise_model"]
 
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
+)
 _PROBES = (
     "Hello world, it's 2026! \n\n  def f(x):\n\treturn x**2  # na\u00efve \u6f22\u5b57\u3002 \U0001f642",
     "1234567 12 a1b2 I'LL we've \u00c9t\u00e9 \r\n\r\n ...!? <tag/> x_y-z   end ",
@@ -55,11 +64,9 @@ def quantise_model(model: str | Path, kind: str, out: Path) -> None:
             f"{type(loaded).__name__} is not written to GGUF here, only {', '.join(_FAMILIES)}; convert it with "
             "llama.cpp"
         )
-    if any(rope.get("rope_type", "default") != "default" for rope in rope_kinds(config)):
-        raise CheckpointError(
-            f"{type(loaded).__name__} scales its rotary frequencies, which is not written to GGUF here; convert it "
-            "with llama.cpp"
-        )
+    if (unsaid := _unsaid(config)) is not None:
+        raise CheckpointError(f"{type(loaded).__name__} {unsaid}; load it as it is, from its own folder")
+    ends = eos_ids_of(loaded)
     with replacing(out) as place:
         own = tokenizer.backend_tokenizer.pre_tokenizer
 
@@ -69,6 +76,7 @@ def quantise_model(model: str | Path, kind: str, out: Path) -> None:
             writer.add_name(Path(model).name)
             add_settings(writer, config)
             _add_tokenizer(writer, tokenizer, config.vocab_size, rule)
+            _add_ends(writer, tokenizer, ends)
             return writer
 
         # A tokenizer has the expression that splits a text, and a file the name of a rule.
@@ -80,9 +88,77 @@ def quantise_model(model: str | Path, kind: str, out: Path) -> None:
                 f"the tokenizer of {model} splits texts by a rule that GGUF has no name for here; convert it with "
                 "llama.cpp"
             )
+        _check_ends(ends, place, tokenizer)
         writer = begun(rule)
         add_weights(writer, _FAMILIES[config.model_type], config, loaded.state_dict().items(), blocks)
         _write(writer)
+        _check_model(place, loaded)
+
+
+def _unsaid(config: Any) -> str | None:
+    """What a config says and llama.cpp's architecture has no key for, or None."""
+    if any(rope.get("rope_type", "default") != "default" for rope in rope_kinds(config)):
+        return "scales its rotary frequencies, which is not written to GGUF here"
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if types is not None and "sliding_attention" not in types:
+        window = None
+    if window is not None and window < config.max_position_embeddings:
+        return f"has attention within a window of {window} tokens, for which GGUF has no key in its architecture"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"has the activation {config.hidden_act!r}, and llama.cpp computes silu in its architecture"
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if config.model_type == "qwen2" and dim * config.num_attention_heads != config.hidden_size:
+        return f"has heads of {dim}, and llama.cpp's architecture has them share the width {config.hidden_size}"
+    return None
+
+
+def _add_ends(writer: Any, tokenizer: Any, ends: frozenset[int]) -> None:
+    """Keys for the tokens that end an answer, as far as there are any: three, beside those that ends have by name."""
+    first = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else min(ends, default=None)
+    others = sorted(ends - {first})
+    if first is None:
+        return
+    own = dict(zip(("eos", "eot", "eom"), (first, *_unnamed(tokenizer, others)), strict=False))
+    for role in FILL_ENDS:  # what a key does not say, llama.cpp looks for by name
+        own[role] = first
+    for role, place in own.items():
+        writer.add_uint32(f"tokenizer.ggml.{role}_token_id", place)
+
+
+def _unnamed(tokenizer: Any, places: Sequence[int]) -> list[int]:
+    """Those of some end tokens that are not ends by their names."""
+    words = tokenizer.convert_ids_to_tokens(places)
+    by_name = TokenRoles.of({}, words, "").ends
+    return [place for at, place in enumerate(places) if at not in by_name]
+
+
+def _check_ends(ends: frozenset[int], place: Path, tokenizer: Any) -> None:
+    """Raises CheckpointError where a file's answers end elsewhere than the model's."""
+    found = {*ends_of(place)}
+    if lost := sorted(ends - found):
+        raise CheckpointError(
+            f"the model ends an answer at {len(ends)} tokens, and GGUF has keys for three: {lost} would be lost; leave "
+            "some out of eos_token_id in its generation_config.json"
+        )
+    if extra := sorted(found - ends):
+        words = tokenizer.convert_ids_to_tokens(extra)
+        raise CheckpointError(
+            f"answers of the file would end at {words} as well, for llama.cpp by name or for want of an end: put "
+            f"{extra} into eos_token_id in the model's generation_config.json if they are ends"
+        )
+
+
+def _check_model(place: Path, loaded: Any) -> None:
+    """Raises CheckpointError where the file is read as another model than the one that was written."""
+    file = GgufFile.read(place)
+    found, config = file.config(), loaded.config
+    check_tensors(file.table, found)
+    for name in _SAME:
+        own, read = (getattr(one, name, None) for one in (config, found))
+        if name == "head_dim":
+            own = own or config.hidden_size // config.num_attention_heads
+        if own != read and not (isinstance(own, float) and math.isclose(own, float(read or 0), rel_tol=1e-6)):
+            raise CheckpointError(f"the file says {name} {read} and the model {own}; convert it with llama.cpp")
 
 
 def _blocks(kind: str) -> Any:
@@ -134,7 +210,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, size: int, rule: str) -> None:
     writer.add_token_types(types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in kind["merges"]])
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    for name in ("bos", "eos", "pad"):
+    for name in ("bos", "pad"):
         if (place := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(place)
     writer.add_add_bos_token(begins)

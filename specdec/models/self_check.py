@@ -25,6 +25,7 @@ from torch import nn
 from specdec.errors import NumericalError, TargetError, first_line
 from specdec.runners.experts import choose_all
 from specdec.runners.layers import ModuleLayer
+from specdec.runners.linear import PackedModule
 from specdec.runners.replicas import Replicas
 from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
@@ -93,10 +94,21 @@ def _not_finite(model: Any, target: Target, what: str) -> NumericalError:
             return NumericalError(
                 f"{target.name}: {what} on a few tokens, as its {kind} {name!r} holds NaN or infinity; {remedy}"
             )
+    for place, module in model.named_modules():
+        kinds = module.names if isinstance(module, PackedModule) else ()
+        if name := next((kind for kind in kinds if not _finite(getattr(module, kind))), None):
+            return NumericalError(
+                f"{target.name}: {what} on a few tokens, as the quantised weight '{place}.{name}' has a scale that is "
+                "NaN or infinity; the file is broken: get it again, or another quantisation"
+            )
     return NumericalError(
         f"{target.name}: {what} on a few tokens, though its weights are finite; load it in a wider dtype than "
         f"{target.dtype}, or mend its config"
     )
+
+
+def _finite(weight: torch.Tensor | None) -> bool:
+    return weight is None or bool(weight.isfinite().all())
 
 
 class Reference:

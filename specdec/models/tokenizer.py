@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ from transformers import AutoTokenizer
 
 from specdec.errors import CheckpointError, shown, told
 from specdec.models.gguf import GgufFile, is_gguf
+from specdec.models.git_lfs import refuse_pointers
 from specdec.models.loading import model_source
 
 __all__ = ["load_tokenizer"]
+
+_SENTENCEPIECE = b"\n"  # with which its files begin
+_PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+"""What reads SentencePiece's files: package -> module."""
 
 
 def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
@@ -23,6 +29,8 @@ def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_
     place = model_source(model)
     if is_gguf(place):
         return GgufFile.read(Path(place)).tokenizer()
+    if isinstance(place, Path):
+        refuse_pointers(place)
     try:
         found = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code, local_files_only=local_files_only
@@ -32,7 +40,24 @@ def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_
             raise ValueError(f"a {type(found).__name__} without a vocabulary, as its files are not there")
         return found
     except Exception as error:  # files of others, read by several libraries: they raise anything
-        raise CheckpointError(
-            f"no tokenizer at {shown(str(model), 400)}: {told(error)}; save one beside the weights, or mend its "
-            "tokenizer.json and tokenizer_config.json"
-        ) from error
+        raise CheckpointError(f"no tokenizer at {shown(str(model), 400)}: {_cause(place, error)}") from error
+
+
+def _cause(place: str | Path, error: Exception) -> str:
+    """Why there is no tokenizer, and the remedy."""
+    pieces = Path(place, "tokenizer.model")
+    if pieces.is_file() and not Path(place, "tokenizer.json").exists() and pieces.read_bytes()[:1] == _SENTENCEPIECE:
+        lacking = [name for name, module in _PACKAGES.items() if not _installed(module)]
+        if lacking:
+            return (
+                f"its tokenizer.model is SentencePiece's, and what reads it is not installed: pip install "
+                f"{' '.join(lacking)}, or save a tokenizer.json beside it"
+            )
+    return f"{told(error)}; save one beside the weights, or mend its tokenizer.json and tokenizer_config.json"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False

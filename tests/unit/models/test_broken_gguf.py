@@ -50,7 +50,7 @@ def changed(at: int, kind: str, value: int) -> Callable[[bytearray], None]:
         (changed(12, "<Q", 1 << 50), "ends after|share bytes"),
         (changed(12, "<Q", 128), "1 misshapen, such as model.layers.0.self_attn.q_proj.weight"),
         (lambda data: struct.pack_into("<Q", data, 8, 1 << 40), "as GGUF"),
-        (lambda data: struct.pack_into("<Q", data, 8, 3), "1 missing, such as"),
+        (lambda data: struct.pack_into("<Q", data, 8, 3), "says llama.block_count 3 and has tensors of 1 layers"),
         (lambda data: struct.pack_into("<Q", data, 16, 1 << 60), "as GGUF"),
         (lambda data: data.__delitem__(slice(-4000, None)), "ends after .* of"),
         (lambda data: data.__delitem__(slice(2000, None)), "as GGUF"),

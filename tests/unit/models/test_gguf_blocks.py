@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, MixtralConfig
 
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
 from specdec.errors import ConfigError
-from specdec.models.gguf import GgufFile
 from specdec.models.loading import load_model, load_weights
 from specdec.native import library as native
 from specdec.runners.block_weight import BlockWeight, in_bytes
@@ -41,26 +39,6 @@ def target_of(file: Path, **options: Any) -> TransformersTarget:
 
 def dense(file: Path, dtype: str = "float32") -> Any:
     return load_model(file, dtype=dtype, device=None, device_map=None, trust_remote_code=False)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_config_is_transformers_own(family: str, tmp_path: Path) -> None:
-    file = quantised_file(tmp_path / "small.gguf", family=family)
-    config, found = AutoConfig.from_pretrained(tmp_path, gguf_file=file.name), GgufFile.read(file).config()
-    if family == "qwen3moe":  # of which transformers does not read the width of an expert
-        config.moe_intermediate_size = found.moe_intermediate_size
-    if family == "mixtral":  # of which transformers does not read that it has experts
-        assert (type(found), found.num_local_experts, found.num_experts_per_tok) == (MixtralConfig, 4, 2)
-        names = (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "rms_norm_eps",
-            "rope_parameters",
-        )
-        assert [getattr(found, name) for name in names] == [getattr(config, name) for name in names]
-        return
-    assert found.to_dict() | PLACE == config.to_dict() | PLACE
 
 
 @needs_compiler

@@ -267,3 +267,25 @@ def test_other_models_and_places_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": told}))
     with pytest.raises(CheckpointError, match="none of its tensors is a quant_state or SCB"):
         load(tmp_path)
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path: Path) -> None:
+    """Another file may have it too, of an older save; an index that contradicts the files is refused."""
+    expected = int4_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    name = "model.norm.weight"
+    parts = [{name: tensors.pop(name)}, tensors | {name: torch.full_like(expected[name], 3.0)}]
+    places = {key: f"model-{1 + (key != name)}.safetensors" for key in (name, *tensors)}
+    for number, part in enumerate(parts):
+        save_file(part, tmp_path / f"model-{number + 1}.safetensors", metadata={"format": "pt"})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert torch.equal(load(tmp_path, "float32")[0].state_dict()[name], expected[name])
+    lost = next(iter(tensors))
+    index.write_text(json.dumps({"weight_map": places | {lost: "model-1.safetensors"}}))
+    with pytest.raises(CheckpointError, match=rf"says that 'model-1\.safetensors' has '{lost}', which it has not"):
+        load(tmp_path, "float32")
+    index.write_text(json.dumps({"weight_map": {key: place for key, place in places.items() if key != lost}}))
+    with pytest.raises(CheckpointError, match=rf"has 1 tensors that .* does not name, such as '{lost}'"):
+        load(tmp_path, "float32")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
+import transformers
 
 from specdec import Engine
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models.loading import load_model
+from specdec.models.loading import embedded_model, load_model
 from specdec.models.quantise import quantise_model
 from specdec.models.tokenizer import load_tokenizer
 
@@ -62,3 +64,40 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match="splits texts by a rule"):
         quantise_model("tiny", "q8_0", tmp_path / "a.gguf")
     assert not [*tmp_path.iterdir()]
+
+
+def folder_of(place: Path, *, ends: Any = 1, family: str = "Llama", **changes: Any) -> Path:
+    """A random model of a family with the embedded model's tokenizer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=4096, max_position_embeddings=256, eos_token_id=ends, pad_token_id=2, **sizes, **heads, **changes
+    )
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(place)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded_model() / name, place)
+    return place
+
+
+def test_all_ends_are_written(tmp_path: Path) -> None:
+    quantise_model(folder_of(tmp_path / "own", ends=[1, 7, 9]), "q8_0", file := tmp_path / "a.gguf")
+    assert load(file).generation_config.eos_token_id == [1, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "Mistral", "sliding_window": 16}, "has attention within a window of 16 tokens"),
+        ({"family": "Qwen3", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "window of 16"),
+        ({"hidden_act": "gelu"}, "has the activation 'gelu', and llama.cpp computes silu"),
+        ({"attention_bias": True}, "8 tensors that are biases"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "scales its rotary"),
+        ({"ends": [1, 7, 9, 11, 12]}, r"ends an answer at 5 tokens, and GGUF has keys for three: \[11, 12\] would be"),
+        ({"ends": [7]}, r"would end at \['<\|end\|>'\] as well"),
+    ],
+    ids=str,
+)
+def test_a_model_that_the_file_would_not_be_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        quantise_model(folder_of(tmp_path / "own", **changes), "q8_0", tmp_path / "a.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]

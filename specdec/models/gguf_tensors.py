@@ -1,0 +1,59 @@
+"""The tensors of a GGUF file against those that its model reads: what is left over is refused by its cause."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from specdec.errors import CheckpointError
+from specdec.models.gguf_table import TensorTable
+
+__all__ = ["check_blocks", "check_known", "check_read"]
+
+_REMEDY = "load the model's folder of safetensors"
+_CAUSES = (  # what a tensor's name looks like, what it is, and what to do
+    (r"\.lora_[ab]$", "are of a LoRA adapter", "merge it into its model with llama.cpp's llama-export-lora"),
+    (r"^rope_f|\.rope_f", "scale the rotary frequencies", _REMEDY),
+    (r"\.(input_)?scale$", "scale weights that were quantised as NVFP4 or BitNet", _REMEDY),
+    (r"\.bias$", "are biases", _REMEDY),
+    (r"\.attn_sinks\.", "are sinks of attention", _REMEDY),
+    (r"\.attn_qkv\.", "are queries, keys and values in one", "get a file in which they are apart"),
+    (r"\.ffn_gate_up_exps\.", "are gate and up of experts in one", "get a file in which they are apart"),
+    (r"\.ffn_(gate|up|down)\.\d+\.", "are experts one by one, as files of early 2024 have them", "get a newer file"),
+    (r"\.nextn\.", "are of multi-token-prediction layers", _REMEDY),
+    (r"^(v|mm|a)\.", "are of a vision or audio projector", "get the file of the language model alone"),
+)
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+def check_blocks(table: TensorTable, layers: int) -> None:
+    """Raises CheckpointError where a file has tensors of another number of layers than its settings say."""
+    numbers = {int(found[1]) for entry in table.entries if (found := _BLOCK.match(entry.name))}
+    have = max(numbers, default=-1) + 1
+    if have != layers:
+        family = table.metadata["general.architecture"]
+        raise CheckpointError(
+            f"{table.where} says {family}.block_count {layers} and has tensors of {have} layers; it is incomplete or "
+            "broken: get it again"
+        )
+
+
+def check_known(table: TensorTable, read: Collection[str]) -> None:
+    """Raises CheckpointError, which says what they are, for tensors that are not among ``read`` and of a known kind."""
+    left = [entry.name for entry in table.entries if entry.name not in read]
+    for pattern, what, remedy in _CAUSES:
+        if found := [name for name in left if re.search(pattern, name)]:
+            raise CheckpointError(
+                f"{table.where} has {len(found)} tensors that {what}, such as {found[0]}, which are not read from GGUF "
+                f"here: the model would be another one; {remedy}"
+            )
+
+
+def check_read(table: TensorTable, read: Collection[str]) -> None:
+    """Raises CheckpointError for tensors that are not among ``read``."""
+    if left := [entry.name for entry in table.entries if entry.name not in read]:
+        family = table.metadata["general.architecture"]
+        raise CheckpointError(
+            f"{table.where} has {len(left)} tensors that {family!r} does not read here, such as {left[0]}: the model "
+            f"would be another one; {_REMEDY}"
+        )
