@@ -6,8 +6,8 @@
 
 Each checkout has a process of its own, and only one of them runs at a time. In every pair both do the same task, and
 which comes first alternates. A figure is the geometric mean of the pairs' ratios, seconds before over seconds now, with
-its 90 % interval (Student's t on the logarithms): above 1 this checkout is faster. Seconds are those of a token, or of a
-forward of some rows. The last column says whether the first text is the same in both checkouts.
+its 90 % interval (Student's t on the logarithms): above 1 this checkout is faster. Seconds are those of a token, or of
+a forward of some rows. The last column says whether the first text is the same in both checkouts.
 """
 
 from __future__ import annotations
