@@ -12,6 +12,7 @@ import torch
 
 from drafters.heads.layers import product
 from drafters.heads.weights import Block
+from specdec.native.library import library
 from specdec.native.types import CTransitions
 from specdec.runners.linear import PackedWeight
 from specdec.runners.native_layers import address_of
@@ -131,4 +132,7 @@ class Transitions:
 
 def _sigmoid(logit: float) -> float:
     """As the native library computes it, bit for bit; 0 for NaN."""
+    if (own := library()) is not None:
+        found: float = own.specdec_sigmoid(logit)
+        return found
     return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0

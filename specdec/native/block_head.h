@@ -105,7 +105,7 @@ int specdec_grow_block(const Transitions *t, Growing *g, const void *hidden, con
         for (int64_t i = 0; i < g->count && !failed; i++) {
             if (i < apart) failed = rank_guesses(g, &own, depth, t->after ? row_of(found, i, own.size, half) : row);
             const double logit = t->chance ? value_of(sure, i < apart ? i : 0, half) : 0;
-            if (!failed) extend_node(g, g->level[i], &own, !t->chance ? -1 : logit > -700 ? 1 / (1 + exponential_double(-logit)) : 0);
+            if (!failed) extend_node(g, g->level[i], &own, t->chance ? specdec_sigmoid(logit) : -1);
         }
         if (!failed) choose_level(g, depth + 1);
     }

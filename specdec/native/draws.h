@@ -80,6 +80,9 @@ static double exponential_double(double x) { /* of at most 709 */
     return p * scales[0] * scales[1];
 }
 
+/* 1 / (1 + e^-x); 0 for NaN, and where it is below e^-700. */
+double specdec_sigmoid(double x) { return x > -700 ? 1 / (1 + exponential_double(-x)) : 0; }
+
 INLINE double gumbel(uint64_t hash) {
     const double u = ((double)hash + .5) * 0x1p-53;
     return (-logarithm(-logarithm(each(u))))[0];

@@ -230,6 +230,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "specdec_grow": [POINTER(CChain), c_void_p, c_int64, POINTER(CCosSin), c_int],
     "specdec_absorb": [POINTER(CShape), c_void_p, POINTER(CContext), POINTER(CRows), c_void_p, c_int],
     "specdec_grow_block": [POINTER(CTransitions), c_void_p, c_void_p, c_void_p, c_int],
+    "specdec_sigmoid": [c_double],
     "specdec_count_highs": [c_void_p, c_int64, c_void_p],
     "specdec_code": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_void_p],
     "specdec_format": [c_int],

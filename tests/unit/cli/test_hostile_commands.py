@@ -158,9 +158,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     "a tag": (b"stop: !!python/name:os.system\n", "is no YAML"),
     "an odd key": (b"[1, 2]: 3\n", "is no YAML"),
     "a null key": (b"null: 3\n", "unknown option of run 'None'"),
-    "a date": (b"stop: 2020-01-01\n", "run.stop is datetime.date(2020, 1, 1)"),
     "a set": (b"stop: !!set {a}\n", "run.stop is {'a'}"),
-    "twice": (b"sampling: {seed: 1}\nsampling: 3\n", "sampling is 3"),
+    "twice": (b"sampling: {seed: 1}\nsampling: 3\n", "the key 'sampling' stands twice, first in line 1; keep one"),
 }
 
 
