@@ -36,17 +36,13 @@ INLINE doubles fused_doubles(doubles a, doubles b, doubles c) { /* a * b + c */
 INLINE doubles each(double x) { return x - (doubles){0}; }
 
 /* Logarithms and exponentials of the library's own: those of C's libraries differ. */
-INLINE doubles logarithm(doubles x) { /* of a positive normal number; to 2e-12 */
+INLINE doubles logarithm(doubles x) { /* of a positive normal number; to some units in the last place */
     const signed_hashes low = (signed_hashes)each(0.7071067811865476);
     const signed_hashes power = ((signed_hashes)x - low) >> 52; /* 2^power times [1 / sqrt 2, sqrt 2) */
     const doubles m = (doubles)((signed_hashes)x - (power << 52)) - 1, t = m / (m + 2), square = t * t;
-    doubles p = fused_doubles(square, each(2. / 13), each(2. / 11));
-    p = fused_doubles(p, square, each(2. / 9));
-    p = fused_doubles(p, square, each(2. / 7));
-    p = fused_doubles(p, square, each(2. / 5));
-    p = fused_doubles(p, square, each(2. / 3));
-    return fused_doubles(__builtin_convertvector(power, doubles), each(0.6931471805599453),
-                         fused_doubles(p, square, each(2)) * t);
+    doubles p = each(2. / 19);
+    for (int odd = 17; odd > 0; odd -= 2) p = fused_doubles(p, square, each(2. / odd));
+    return fused_doubles(__builtin_convertvector(power, doubles), each(0.6931471805599453), p * t);
 }
 
 INLINE double logarithm_one(double x) { /* of a positive number */
