@@ -5,8 +5,8 @@
 The driver (``tests/unit/native/bits/driver.c``) sees by itself that a row's result does not depend on the rows beside
 it. Compilers, levels of optimisation, tunings and ``-ffp-contract`` must not change it either: an expression that a
 compiler may fuse, or sum in another order, shows here as a group whose hash differs. Without ``--all`` each of these
-choices is met in some build of each class, as in CI; ``--all`` takes every combination, which takes two hours of a
-processor. Builds whose compiler or instructions this machine lacks are named.
+choices is met in some build of each class, of which CI has three; ``--all`` takes every combination, which takes hours
+of a processor. Builds whose compiler or instructions this machine lacks are named.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ CHOSEN = (
     Build("gcc", "tiles", "-O3", "sapphirerapids", "fast"),
 )
 """The quick tier has the first two: tuned for Haswell, gcc fuses all that it may, and for Zen 3 no sums of a loop.
-The others are CI's: in each class, both compilers, both levels, and contraction off and fast."""
+In each class both compilers, both levels, and contraction off and fast; CI has those of v3, v4 and tiles."""
 
 
 def every() -> Iterator[Build]:

@@ -262,7 +262,6 @@ def test_curves_of_nonsense(key: str, tmp_path: Path) -> None:
         "stop: &a [*a]",
         "a: &a [x, x]\n"
         + "\n".join(f"{b}: &{b} [*{a}, *{a}, *{a}]" for a, b in zip("abcdefghijklmno", "bcdefghijklmnop")),  # noqa: B905
-        "stop: 2020-99-99",
         "stop: !!int x",
         "stop: !!bool x",
         "stop: !!timestamp x",
