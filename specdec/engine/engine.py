@@ -269,9 +269,7 @@ class Engine(NotCopied):
 
     def __copy__(self) -> Engine:
         """An engine of the same target, drafter and costs."""
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        return other
+        return self._sharing()
 
     def predicting(self) -> Engine:
         """The same engine with a drafter that also drafts from a text's ``prediction``; made once."""

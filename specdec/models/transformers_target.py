@@ -250,6 +250,10 @@ class TransformersTarget(NotCopied):
         target._weights = weights
         return target
 
+    def __copy__(self) -> TransformersTarget:
+        """A target of the same weights, whose attributes may be set apart."""
+        return self._sharing()
+
     @property
     def activations(self) -> str | None:
         """``int8`` where activations are rounded to it before products with quantised blocks, else None."""

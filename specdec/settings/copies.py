@@ -18,6 +18,12 @@ class NotCopied:
 
     instead: ClassVar[str]
 
+    def _sharing(self) -> Self:
+        """Another object that shares all that this one holds: the shallow copy of a class that allows one."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def __deepcopy__(self, memo: Any) -> Self:
         self._refuse_copy()
 

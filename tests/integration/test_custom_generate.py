@@ -45,7 +45,7 @@ GREEDY: dict[str, dict[str, Any]] = {
     "bad_words": {"bad_words_ids": [[26], [18, 4]]},
     "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": 7},
     "eos": {"eos_token_id": [26, 12]},
-    "no eos": {"eos_token_id": [], "pad_token_id": 0},
+    "no eos": {"eos_token_id": [], "pad_token_id": 0, "repetition_penalty": 1.2},
     "max_length": {"max_new_tokens": None, "max_length": 25},
     "forced_eos": {"forced_eos_token_id": 3},
     "suppressed": {"suppress_tokens": [26, 18], "begin_suppress_tokens": [4]},
