@@ -192,7 +192,7 @@ def test_bench_then_audit_then_compare(small: list[str], tmp_path: Path, capsys:
     assert lines[-1] == f"report: {out}/report.html"
     assert RunFolder(out).manifest()["plan"]["systems"] == []
     assert cli.main(["audit", out]) == 0
-    compared = "3 answers were compared with plain decoding's, 0 failed"
+    compared = "2 answers were compared with plain decoding's, 0 failed"
     assert capsys.readouterr().out.splitlines() == ["none: identical", "lookahead: identical", compared]
     assert cli.main(["compare", out, out]) == 0
     assert "0 of 6 figures moved beyond noise" in capsys.readouterr().out
