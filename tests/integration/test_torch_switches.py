@@ -47,7 +47,11 @@ def is_followed(execution: str, switch: str) -> bool:
 
 @pytest.mark.parametrize(
     ("drafter", "switch", "execution"),
-    [one for one in matrix(drafter_names(), list(SWITCHES), list(FAMILIES), first=FEW) if not getattr(one, "marks", ())],
+    [
+        one
+        for one in matrix(drafter_names(), list(SWITCHES), list(FAMILIES), first=FEW)
+        if not getattr(one, "marks", ())
+    ],
 )
 def test_every_drafter_s_text_is_the_same(drafter: str, switch: str, execution: str, tmp_path: Path) -> None:
     target = target_for(execution)
