@@ -75,7 +75,7 @@ def products_vary() -> str | None:
 def layer_varies(run: Callable[[Sequence[int]], torch.Tensor]) -> str | None:
     """Why a row of a layer depends on the rows beside it, or None.
 
-    ``run`` returns [N, D] of chains of 17 rows, the same at each call, which it runs in blocks of so many rows.
+    ``run`` returns [N, D] of chains of 17 rows, the same at each call. Its argument gives the rows of each block.
     """
     whole, apart = run(WHOLE), run(APART)
     if torch.equal(whole.nan_to_num(), apart.nan_to_num()):

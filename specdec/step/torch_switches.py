@@ -24,7 +24,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HOST = torch.device("cpu")
-"""Where everything lies that is handed to C, which is told the address and nothing else."""
+"""The device of every tensor whose address C receives."""
 
 _DTYPE = torch.float32
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps")
