@@ -82,7 +82,7 @@ def library() -> Any:
 
     The library runs with this user's rights, so a file that another user could have written is not loaded. The cache
     is a folder that only this user can open, and each library's name is the hash of its content. Where no such folder
-    can be made, a temporary one is used, with a SpecdecWarning that gives the reason. A library that
+    can be made, or it has no room, a temporary one is used, with a SpecdecWarning that gives the reason. A library that
     ``python -m specdec.native`` compiled into this package is tried first: it deserves the same trust as the source.
     """
     if (installed := _installed()) is not None:
@@ -94,14 +94,23 @@ def library() -> Any:
         note = _key(found) + ".sha256"
         try:
             folder = own_folder(cache_folder() / "native")
-        except OSError as error:
-            warnings.warn(f"native layers are compiled anew by every process: {error}", SpecdecWarning, stacklevel=2)
-            with tempfile.TemporaryDirectory() as private:  # a loaded library stays when its file is deleted
-                return _load(_build(found, Path(private)))
-        return _kept(folder, note) or _compiled(found, folder, note)
+            return _kept(folder, note) or _compiled(found, folder, note)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = _reason(error)
+        with tempfile.TemporaryDirectory() as private:  # a loaded library stays when its file is deleted
+            loaded = _load(_build(found, Path(private)))
+        warnings.warn(f"native layers are compiled anew by every process: {reason}", SpecdecWarning, stacklevel=2)
+        return loaded
     except (OSError, subprocess.SubprocessError) as error:
-        warnings.warn(f"no native layers, so decoding is slower: {error}", SpecdecWarning, stacklevel=2)
+        warnings.warn(f"no native layers, so decoding is slower: {_reason(error)}", SpecdecWarning, stacklevel=2)
         return None
+
+
+def _reason(error: Exception) -> str:
+    """What a compiler or the system said."""
+    said = getattr(error, "stderr", None) or ""
+    faults = [line for line in said.splitlines() if "error" in line.lower() or "No space" in line]
+    return f"{error.cmd[0]}: {faults[0]}" if faults and isinstance(error, subprocess.CalledProcessError) else str(error)
 
 
 def digest_of_library() -> str | None:

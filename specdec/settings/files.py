@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import hashlib
 import io
@@ -9,14 +10,16 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import platformdirs
 
-from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, SpecdecWarning, first_line, shown
 
 __all__ = [
     "append_lines",
@@ -62,8 +65,23 @@ _PACKED = {
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what can be made anew, a folder of specdec's own in it."""
-    return platformdirs.user_cache_path("specdec")
+    """Where this user's programs keep what can be made anew, a folder of specdec's own in it.
+
+    A user without a home folder, as in some containers, has one per process, with a SpecdecWarning.
+    """
+    try:
+        return platformdirs.user_cache_path("specdec")
+    except RuntimeError:
+        return _passing_folder()
+
+
+@cache
+def _passing_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="specdec-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    text = "this user has no home folder, so nothing is kept for later processes; set HOME, or XDG_CACHE_HOME"
+    warnings.warn(text, SpecdecWarning, stacklevel=3)
+    return folder
 
 
 def read_text(path: Path, what: str, remedy: str) -> str:

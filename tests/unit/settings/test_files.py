@@ -100,6 +100,18 @@ def test_the_cache_is_where_the_platform_has_it(tmp_path: Path, monkeypatch: pyt
     assert cache_folder() == tmp_path / "specdec"
 
 
+def test_a_user_without_a_home_folder_has_a_cache_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(name: str) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr(files.platformdirs, "user_cache_path", homeless)
+    files._passing_folder.cache_clear()
+    with pytest.warns(SpecdecWarning, match="no home folder, so nothing is kept for later processes; set HOME, or XDG"):
+        folder = cache_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert cache_folder() == folder
+
+
 @pytest.mark.parametrize(
     "line", ["{", "[]", "7", '{"index": "x"}', '{"index": 9}', '{"index": 1, "bad": 1}', "[" * 100_000]
 )
