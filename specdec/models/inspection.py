@@ -25,7 +25,7 @@ __all__ = [
     "weights_in",
 ]
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
 _CHOOSING = ("index_topk", "index_topk_blocks", "keep_window_size")  # of attention over so many keys, chosen by scores
 _TOKENS = Annotated[int | list[int] | tuple[int, ...] | set[int], "a token id, or a list of them"]
@@ -46,12 +46,13 @@ _NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
 def refuse_unfit(name: str, config: Any) -> None:
     """Raises TargetError for models whose state is not a list of keys and values per token, all or the last seen."""
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    recurrent = [key for key in _RECURRENT if hasattr(config, key)]
+    kinds = set(getattr(config, "layer_types", None) or ())
+    odd = sorted(kinds - _LAYER_TYPES)
+    recurrent = [] if kinds else [key for key in _RECURRENT if hasattr(config, key)]
     if odd or recurrent:
         raise TargetError(
-            f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); recurrent and chunked "
-            "layers keep no keys per token. Use a decoder with full or sliding-window attention"
+            f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); recurrent layers keep "
+            "no keys per token. Use a decoder of attention and MLP"
         )
     longest = context_length_of(config)
     chosen = [f"{key}={limit}" for key in _CHOOSING if 0 < (limit := getattr(config, key, None) or 0) < longest]

@@ -7,21 +7,22 @@ by a function of two positions before it builds the tensor, and this module eval
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import create_masks_for_generate
 
 from specdec.errors import TargetError
+from specdec.runners.whole_model import Sees
 
-__all__ = ["MASKS", "layer_masks", "named_limits", "register_masks", "window_of"]
+__all__ = ["MASKS", "layer_masks", "named_limits", "register_masks", "whole_masks", "window_of"]
 
 MASKS = "specdec_masks"
 """The attention function with which a model's own forward computes nothing, and describes its masks."""
-
-Sees = Callable[..., torch.Tensor]  # (batch, head, query position, key position) -> bool, all of them tensors
 
 _LIMITS = ("window", "chunk")
 
@@ -54,6 +55,29 @@ def layer_masks(layers: Iterable[nn.Module], forward: Callable[[], Any]) -> list
         for hook in hooks:
             hook.remove()
     return visible
+
+
+def whole_masks(model: Any) -> Mapping[str, Sees] | Sees | None:
+    """The mask functions that a model's own forward takes masks of, by layer type where it has several.
+
+    Raises:
+        TargetError: it makes its masks itself, and its config names limits of its attention.
+    """
+    config = copy.deepcopy(model.config.get_text_config())
+    config._attn_implementation = MASKS
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    rows = torch.zeros(1, 2, int(config.hidden_size), device=model.device)
+    made = make(config=config, inputs_embeds=rows, attention_mask=None, past_key_values=None, position_ids=None)
+    masks = made if isinstance(made, Mapping) else {"": made}
+    found: dict[str, Sees] = {kind: mask.sees for kind, mask in masks.items() if hasattr(mask, "sees")}
+    if len(found) < len(masks):
+        if limits := named_limits(config):
+            raise TargetError(
+                f"{type(model).__name__} makes its masks itself, and its config says {', '.join(limits)}: specdec "
+                "cannot see how far its attention reaches, so it is refused rather than decoded wrongly"
+            )
+        return None
+    return found if len(found) > 1 else next(iter(found.values()))
 
 
 def window_of(sees: Sees, longest: int) -> int | None:

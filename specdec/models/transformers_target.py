@@ -38,7 +38,7 @@ from specdec.models.inspection import (
     weights_in,
 )
 from specdec.models.loading import check_place, load_weights
-from specdec.models.masks import MASKS, layer_masks, named_limits, register_masks, window_of
+from specdec.models.masks import MASKS, layer_masks, named_limits, register_masks, whole_masks, window_of
 from specdec.models.self_check import (
     PROBE,
     ProbeLayer,
@@ -53,7 +53,7 @@ from specdec.runners import ACTIVATIONS, EXECUTIONS
 from specdec.runners.attention import ATTENTION, check_backend, check_runs, describe_backend, layer_attention
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.boundary_ops import Joint, Joints, read_joints
-from specdec.runners.choice import TIMED_ROWS, RunnerMaker, choose_runner
+from specdec.runners.choice import TIMED_ROWS, Plan, RunnerMaker, choose_runner
 from specdec.runners.half_layers import Part, half_layers, native_half_layers
 from specdec.runners.known_layers import in_blocks, why_special
 from specdec.runners.linear import (
@@ -71,6 +71,7 @@ from specdec.runners.recording import Recording
 from specdec.runners.replicas import Evaluated, Replicas
 from specdec.runners.runner import LayerRunner
 from specdec.runners.snapshot import Outline, Snapshot
+from specdec.runners.whole_model import WholeModelRunner
 from specdec.settings.arguments import checked
 from specdec.settings.copies import NotCopied
 from specdec.settings.files import cache_folder
@@ -144,10 +145,6 @@ class TransformersTarget(NotCopied):
         self.name = type(model).__name__
         self.config = config = model.config.get_text_config()
         refuse_unfit(self.name, config)
-        self.decoder, self.layers, norm = decoder_parts(self.name, model)
-        self.whole = Whole(model, self.decoder)
-        if getattr(self.decoder, "rotary_emb", None) is None:
-            raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if embedding is None or head is None:
@@ -158,23 +155,69 @@ class TransformersTarget(NotCopied):
                 "(Engine(target, ...), custom_generate's target=), or make another one of its plain_model()"
             )
         self.hidden_size = int(config.hidden_size)
-        self.num_layers = len(self.layers)
+        self.num_layers = int(config.num_hidden_layers)
         self.context_length = context_length_of(config)
         self.eos_ids = eos_ids_of(model)
         self.device, self.dtype = device_of(embedding), weight_of(embedding).dtype
         self.head_device = device_of(head)
-        self.layer_weights, self._parameters = weights_in(self.layers), weights_in(model)
+        self._parameters = weights_in(model)
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._weights: str | None = None
+        self._seen: tuple[Snapshot, object] | None = None
+        self._halves = dict[Part, LayerRunner | None]()
+        self._around: tuple[Outline | Snapshot, ...] = ()
+        self.runner: LayerRunner
+        self.specs: list[LayerSpec]
+        self._reference: Reference
         self.options: dict[str, Any] = {"attention": attention}
         if self.activations is not None:
             self.options["activations"] = self.activations
         tokens = tokens_for(len(weight_of(embedding)))
+        try:
+            maker = self._walk(tokens, attention, owned=owned)
+        except TargetError as error:
+            if execution not in ("auto", "transformers") or attention != "auto":
+                asked = f"execution={execution!r}" if attention == "auto" else f"attention={attention!r}"
+                raise ConfigError(f"{asked} cannot run this model: {error}; leave it at auto") from error
+            self._run_whole(tokens, error)
+            return
+        self.plan = choose_runner(
+            maker,
+            execution,
+            attention,
+            differs=self._differs,
+            kept=self._kept_seconds,
+            seconds=partial(self._seconds, progress),
+        )
+        self.runner, self.options["runner"] = self.plan.runner, self.plan.runner.name
+        with self.active():
+            self.runner.measure_rows(self.specs)
+        del self._reference
+        packed: Any = model.get_input_embeddings()
+        asked_once = maker.rotary.module.modules() if maker.rotary.fixed else ()
+        self._around = (  # which no runner follows
+            Outline(model, self.decoder, config, packed),
+            Snapshot(asked_once, root=model, everywhere=False),
+        )
+
+    def _walk(self, tokens: Sequence[int], attention: str, *, owned: bool) -> RunnerMaker:
+        """Find the model's parts, and have its layers run one by one.
+
+        Raises:
+            TargetError: the model cannot be walked; the message names the part.
+        """
+        model: Any = self.model
+        self.decoder, self.layers, norm = decoder_parts(self.name, model)
+        self.whole = Whole(model, self.decoder)
+        if getattr(self.decoder, "rotary_emb", None) is None:
+            raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
+        self.num_layers, self.layer_weights = len(self.layers), weights_in(self.layers)
         expected = own_logits(model, self, tokens)
         self.vocab_size = int(expected.shape[-1])
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         try:
-            maker = RunnerMaker(model, self.decoder, self.layers, norm, config, owned=owned)
-            self.runner: LayerRunner = maker.make("transformers")
+            maker = RunnerMaker(model, self.decoder, self.layers, norm, self.config, owned=owned)
+            self.runner = maker.make("transformers")
             self.joints = self._read_joints(embedding, norm, head, tokens)
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             check_runs(attention, self.specs)
@@ -188,24 +231,34 @@ class TransformersTarget(NotCopied):
                 f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}; use a "
                 "decoder of the families that the README names"
             ) from error
-        self._halves = dict[Part, LayerRunner | None]()
-        self.plan = choose_runner(
-            maker,
-            execution,
-            attention,
-            differs=self._differs,
-            kept=self._kept_seconds,
-            seconds=partial(self._seconds, progress),
-        )
-        self.runner, self.options["runner"] = self.plan.runner, self.plan.runner.name
+        return maker
+
+    def _run_whole(self, tokens: Sequence[int], refused: TargetError) -> None:
+        """Have a model that cannot be walked run by its own whole forward, if that computes its logits over a tree.
+
+        Raises:
+            TargetError: ``refused``, or how the logits differ.
+        """
+        model: Any = self.model
+        self.whole, self.layers = Whole(model, model), nn.ModuleList()
+        expected = own_logits(model, self, tokens)
+        self.vocab_size = int(expected.shape[-1])
+        self.layer_weights = self._parameters - weights_in(model.get_input_embeddings())
+        self.joints = Joints()
+        try:
+            runner = WholeModelRunner(model, whole_masks(model), tokens)
+            self.runner, self.specs, self.options["runner"] = runner, runner.specs, runner.name
+            self._reference = Reference(model, expected, self, self.specs, tokens)
+            off = self._differs(runner)
+        except TargetError as error:
+            raise TargetError(f"{refused}; nor can it be run as a whole: {error}") from refused
+        except Exception as error:  # as above
+            off = f"it fails: {type(error).__name__}: {first_line(error)}"
+        if off is not None:
+            text = f"{refused}; nor do the logits of its whole forward over a tree agree with those of each path: {off}"
+            raise TargetError(text) from refused
         del self._reference
-        with self.active():
-            self.runner.measure_rows(self.specs)
-        packed: Any = model.get_input_embeddings()
-        self._outline = Outline(model, self.decoder, config, packed)
-        asked_once = maker.rotary.module.modules() if maker.rotary.fixed else ()
-        self._rotary = Snapshot(asked_once, root=model, everywhere=False)
-        self._seen: tuple[Snapshot, object] | None = None
+        self.plan = Plan(runner, f"the model's own forward as a whole: {refused}", {})
 
     @classmethod
     @torch_switches.makes
@@ -326,7 +379,8 @@ class TransformersTarget(NotCopied):
 
     def active(self) -> AbstractContextManager[None]:
         Threads.check()
-        return torch_switches.steps(autocast=self.runner.name == "transformers")  # its modules are called as they are
+        autocast = self.runner.name in ("transformers", "modules")  # these modules are called as they are
+        return torch_switches.steps(autocast=autocast)
 
     def forward(
         self,
@@ -360,6 +414,8 @@ class TransformersTarget(NotCopied):
         """A runner of all layers without their attention or their MLP; None where they cannot be run so."""
         if without not in self._halves and isinstance(self.runner, NativeRunner):
             self._halves[without] = native_half_layers(self.runner, without)
+        elif isinstance(self.runner, WholeModelRunner):
+            return None
         elif without not in self._halves:
             _, _, norm = decoder_parts(self.name, self.model)
             maker = RunnerMaker(self.model, self.decoder, self.layers, norm, self.config, owned=False)
@@ -377,7 +433,7 @@ class TransformersTarget(NotCopied):
     def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
         """The weight [V, D] whose rows are embeddings; None where more is done to them, or only a module can tell."""
         embedding: Any = self.runner.embed
-        if self.joints.embedding != Joint():
+        if self.joints.embedding != Joint() or isinstance(self.runner, WholeModelRunner):
             return None
         if isinstance(embedding, TiedEmbedding):
             return embedding.store if embedding.scale is None else None
@@ -429,7 +485,7 @@ class TransformersTarget(NotCopied):
         Threads.check()
         self.whole.check_methods(LOOP)
         self.runner.look()
-        around = self._outline.changed() or self._rotary.changed()  # which no runner follows
+        around = next((what for one in self._around if (what := one.changed()) is not None), None)
         changed = around or self.runner.changed()
         if changed is not None:
             lenient = ", or use execution='transformers', which follows edits of weights and hooks"
