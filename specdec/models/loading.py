@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Lt
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.quantization_config import GgufConfig
 
@@ -164,7 +164,7 @@ def load_weights(
             else:
                 check_tensors(gguf.table, config)
                 opened.enter_context(redirect_stderr(StringIO()))  # the bar heeds no switch of transformers
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _auto_class(config).from_pretrained(
                 place,
                 config=config,
                 dtype=dtype,
@@ -201,6 +201,15 @@ def load_weights(
     if device is not None and device_map is None:
         model.to(device)  # type: ignore[arg-type]  # in place
     return model, None if gguf is None else f"dequantised: {why}"
+
+
+def _auto_class(config: Any) -> Any:
+    """The class of transformers that loads a model of texts, or one of images and texts, which is given texts alone."""
+    both: Any = AutoModelForImageTextToText
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}) or type(config) not in both._model_mapping:
+        return AutoModelForCausalLM
+    of_both = both._model_mapping[type(config)].__name__ in (config.architectures or ())
+    return both if of_both or type(config) not in AutoModelForCausalLM._model_mapping else AutoModelForCausalLM
 
 
 def _is_of_mtp(name: str, config: Any) -> bool:

@@ -129,7 +129,8 @@ def layer_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
     block.store(key, value, layer)
-    return attend(query, block, layer, scale, softcap, sinks=options.get("s_aux")).transpose(1, 2), None
+    mixed = attend(query, block, layer, scale, softcap, sinks=options.get("s_aux"))
+    return mixed.transpose(1, 2).contiguous(), None  # as transformers' functions do, whose results some layers view
 
 
 def update_and_attend(
