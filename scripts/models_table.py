@@ -50,9 +50,9 @@ without a drafter, with a tree and with lookahead. *Exact* means that the greedy
 neither would have stopped the script. The weights are random, so the table is about architectures; what a checkpoint's
 own config adds is checked when it is loaded.
 
-`transformers` runs a model's own layers, and `modules`, where they cannot be called one by one, its whole forward, which
-only drafters that read tokens alone can use. `fused` and `native` know Llama-like layers, and `native` Gemma's and some
-with experts, by their exact classes.
+`transformers` runs a model's own layers. `modules` is its whole forward, where its layers cannot be called one by one;
+only drafters that read tokens alone can use it. `fused` and `native` know Llama-like layers, and `native` Gemma's and
+some with experts, by their exact classes.
 
 Made by `python scripts/models_table.py`; the tests hold rows of it to what the script says.
 
@@ -142,7 +142,8 @@ def row_of(kind: str) -> Row:
         return Row(kind, reason=f"not tried: {sizes()['untried'][kind]}")
     model = small_model(kind)
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(2, model.get_input_embeddings().num_embeddings, (PROMPT,), generator=generator).tolist()
+    words = min(model.get_input_embeddings().num_embeddings, model.config.get_text_config().vocab_size)
+    prompt = torch.randint(2, words, (PROMPT,), generator=generator).tolist()
     try:
         target = TransformersTarget(model, execution="transformers")
     except SpecdecError as error:

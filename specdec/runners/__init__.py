@@ -2,8 +2,9 @@
 
 :mod:`runner` is the interface. :mod:`known_layers` recognises layers like Llama's and Gemma's. :mod:`layers` runs them
 one by one (``transformers``, ``fused``), :mod:`cuda` on a GPU in a few launches per layer (``fused`` there),
-:mod:`native` runs all layers in one call of C, and :mod:`choice` chooses. Every runner's logits are compared with the
-model's before it is used (:mod:`specdec.models.self_check`).
+:mod:`native` runs all layers in one call of C, and :mod:`choice` chooses. :mod:`whole_model` calls the own forward of a
+model whose layers cannot be called one by one. Every runner's logits are compared with the model's before it is used
+(:mod:`specdec.models.self_check`).
 """
 
 __all__ = ["ACTIVATIONS", "EXECUTIONS"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,14 @@ def test_text_alone(family: str) -> None:
     assert torch.equal(generate(model, ids, mask, custom_generate=loop), expected)
     assert torch.equal(generate(model, ids[1:], **beside, custom_generate=loop), expected[1:])
     assert Engine(TransformersTarget(model)).generate(PROMPT, NEW).token_ids == expected[1, 9:].tolist()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "gemma3"])
+def test_a_folder_is_given_texts_alone(family: str, tmp_path: Path) -> None:
+    model = model_of(family)
+    model.save_pretrained(tmp_path)
+    engine = Engine(TransformersTarget.from_pretrained(tmp_path, dtype="float64"), drafter="lookahead")
+    assert engine.generate(PROMPT, NEW).token_ids == reference(model, PROMPT, NEW)
 
 
 @pytest.mark.parametrize("pixels", [torch.zeros, torch.ones])
