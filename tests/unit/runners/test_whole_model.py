@@ -13,6 +13,7 @@ from specdec import Engine, PrefixCache, SamplingParams, TransformersTarget, cus
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ConfigError, TargetError
+from tests import seam
 from tests.models import prompt_of, reference
 
 SIZES: dict[str, Any] = {
@@ -99,6 +100,23 @@ def test_batches_prefixes_and_draws_are_plain_decoding_s(kind: str) -> None:
         plain.generate(prompts[0] + tail, 8).token_ids for tail in ([], [7, 7], [7, 9, 4])
     ]
     assert again[2].stats.reused_tokens >= 23
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "chunks"])
+def test_logits_of_some_rows_are_those_of_all(kind: str) -> None:
+    target, parents = target_of(kind), [-1, 0, 0, 2, 1]
+    own = seam.text(target, capacity=32, rows=8)
+    with target.active():
+        own.run(list(prompt_of(8)), rows=())
+        own.commit(range(8))
+        every = own.run([5, 6, 7, 8, 9], parents).logits
+        some = own.run([5, 6, 7, 8, 9], parents, rows=[1, 3, 4]).logits
+        late = own.run([7, 8, 9], parents, first=2, rows=[0, 2]).logits
+    assert every is not None
+    assert some is not None
+    assert late is not None
+    assert torch.allclose(some, every[[1, 3, 4]], atol=1e-10)
+    assert torch.allclose(late, every[[2, 4]], atol=1e-10)
 
 
 def test_custom_generate_runs_them() -> None:
