@@ -127,7 +127,7 @@ def draw(seed: int) -> Case:
         family=rng.choice(families),
         activations=rng.choice(("default", "int8" if in_bytes else "default")),
         drafter=take("drafter", DRAFTERS),
-        setting=rng.randrange(60),
+        setting=seed // len(DRAFTERS),  # a drafter's next time has its next options
         sampling=take("sampling", tuple(SAMPLINGS)),
         load=take("load", LOADS),
         end=take("end", ENDS),
@@ -155,7 +155,8 @@ def _possible(case: Case) -> Case:
         changes |= {"end": "stop token"} if case.end in ("eos", "context") else {}
     elif case.load == "custom" and case.executor != "modules":
         changes["load"] = "one"
-    elif case.load == "custom":
+    elif case.load == "custom" or (case.executor == "modules" and case.seed % 3 == 0):
+        changes["load"] = "custom"
         changes |= {"end": case.end if case.end == "budget" else "length", "predicted": "", "logprobs": None}
         changes |= {"sampling": "penalty"} if case.rejects or case.sampling in PROCESSED else {}
     elif case.load == "mixed" and case.rejects:
@@ -165,7 +166,7 @@ def _possible(case: Case) -> Case:
         case = replace(case, predicted="", end="length" if case.end in ("context", "budget") else case.end)
     if case.end == "context" and case.load not in ("one", "stream"):
         case = replace(case, end="stop token")
-    if case.drafter == "prediction" and not case.rejects and case.load != "custom":
+    if case.drafter == "prediction" and not case.rejects and not case.apart and case.load != "custom":
         case = replace(case, predicted=case.predicted or "edited")
     return case
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from specdec import Context, DrafterBase, Engine, Generation, PrefixCache, SamplingParams, custom_generate
+from specdec import Context, Draft, DrafterBase, Engine, Generation, PrefixCache, SamplingParams, custom_generate
+from specdec.drafting.registry import make_drafter
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.native import library as native
 from tests import launching, models
 from tests.exactness.cases import Case
 from tests.exactness.targets import Letters, Targets, engine_of
-from tests.fakes import Alternating, Drawing, Oracle
+from tests.fakes import Alternating, Drawing, Oracle, Spy
 
 __all__ = ["check"]
 
@@ -72,6 +73,7 @@ class Run:
             self.prompts = self.prompts[:1]
         self.new = [max(1, case.new - 3 * place) for place in range(len(self.prompts))]
         self.plain: dict[Prompt, list[int]] = {}
+        self.wanted: list[Found] = []  # of each prompt
         self.stops: dict[str, Any] = {}
 
     def options(self) -> dict[str, Any]:
@@ -99,8 +101,12 @@ class Run:
         if (options := _GENERATED.get(case.sampling)) is not None and case.format == "float64":
             assert out.token_ids == models.reference(models.model_of(case.family), prompt, new, **options)
         if case.rejects:
-            engine = engine_of(self.endless, self.drafter(), max_rows=case.max_rows, policy=case.policy)
-            out = engine.generate(prompt, new, params, **self.options())
+            sizes: dict[str, Any] = {"max_rows": case.max_rows, "prefill_chunk": case.chunk, "policy": case.policy}
+            drafts: list[Draft] = []
+            drafter = Spy(make_drafter(self.drafter(), self.endless), drafts.append)
+            plain, out = out, engine_of(self.endless, drafter, **sizes).generate(prompt, new, params, **self.options())
+            if case.sampling == "auto" and not any(draft.q for draft in drafts):
+                assert out.token_ids == plain.token_ids, "what was not drawn from a q is followed by ``match``"
         return out.token_ids, out.finish_reason, out.logprobs
 
     def end(self, text: list[int]) -> None:
@@ -109,7 +115,7 @@ class Run:
         if case.end in ("eos", "context"):
             self.target = copy.copy(self.target)
         if case.end == "eos":
-            self.target.eos_ids = frozenset(text[at : at + 1])
+            self.target.eos_ids |= {text[at]}
         elif case.end == "context":
             self.target.context_length = len(self.prompts[0]) + at + 1
         elif case.end == "stop token":
@@ -153,7 +159,9 @@ class Run:
         first: dict[str, Any] = options | ({"prediction": said[0]} if said else {})
         if case.load == "batch":
             together = options | ({"prediction": said} if said else {})
-            found = engine.generate_batch(self.prompts, self.new, params, batch=3, step_rows=max(26, case.max_rows), **together)
+            found = engine.generate_batch(
+                self.prompts, self.new, params, batch=3, step_rows=max(26, case.max_rows), **together
+            )
             assert [one.error for one in found] == [None] * len(found)
             return found
         if case.load == "mixed":
@@ -168,8 +176,9 @@ class Run:
             kept = PrefixCache()
             begun = engine.generate(self.prompts[0], self.new[0], params[0], prefix_cache=kept, **first)
             prompt = (*self.prompts[0], *begun.token_ids, 5, 6)[: -3 if case.seed % 2 else None]
-            again = engine.generate(prompt, self.new[0], params[0], prefix_cache=kept, **options)
             self.prompts.append(prompt)
+            self.wanted.append(self.expected(0, prompt, self.new[0]))
+            again = engine.generate(prompt, self.new[0], params[0], prefix_cache=kept, **options)
             assert again.stats.reused_tokens or len(prompt) < 4
             return [begun, again]
         return [engine.generate(self.prompts[0], self.new[0], params[0], **first)]
@@ -216,20 +225,19 @@ def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch) -> tuple[int,
     if case.small:
         patch.setattr("specdec.step.slots._START", 8)
     run = Run(case, targets)
-    expected = [run.expected(place, *both) for place, both in enumerate(zip(run.prompts, run.new, strict=True))]
-    run.end(expected[0][0])
+    asked = zip(run.prompts, run.new, strict=True)
+    run.wanted = [run.expected(place, prompt, new) for place, (prompt, new) in enumerate(asked)]
+    run.end(run.wanted[0][0])
     tokens = steps = 0
     for texts in targets.run(case, run.target, run.drafter(), run.ask):
         for place, out in enumerate(texts):
             prompt, new = run.prompts[place], run.new[place if case.load != "prefix" else 0]
-            if place == len(expected):  # the prompt that came of the first text
-                expected.append(run.expected(0, prompt, new))
             found = out
             if isinstance(out, Generation):
                 found = (out.token_ids, out.finish_reason, out.logprobs)
                 tokens, steps = tokens + out.stats.new_tokens, steps + out.stats.steps
                 assert out.stats.new_tokens == len(out.token_ids)
-            wanted = run.cut(expected[place], prompt, new)
+            wanted = run.cut(run.wanted[place], prompt, new)
             assert found[:2] == wanted[:2], f"the text of the prompt {prompt}"
             if case.executor == "native" and case.load != "stream":
                 assert found[2] == wanted[2], f"log-probabilities behind the prompt {prompt}"
