@@ -1,7 +1,8 @@
 """Compile every Triton kernel for NVIDIA GPUs, on a machine that needs none: what the first run on one would do.
 
     python scripts/compile_kernels.py                        # all variants, for sm_80 and sm_90; some minutes
-    python scripts/compile_kernels.py --arch 90 --pairs      # a third, in which every two properties meet
+    python scripts/compile_kernels.py --arch 90 --meet 2     # a third, in which every two properties meet
+    python scripts/compile_kernels.py --arch 90 --meet 1     # those in which every property is met once
     python scripts/compile_kernels.py --arch 90 --sample     # one of each kind
 
 Prints a line per variant with the shared memory that it takes; the exit status is 1 if any fails.
@@ -144,7 +145,7 @@ def embedding_variants(sample: bool, arch: int) -> Iterator[Variant]:
 def walk_variants(sample: bool, arch: int) -> Iterator[Variant]:
     """Walk and commit: dtypes x buckets of rows x widths of heads x pages."""
     types = dict.fromkeys(("picked", "draws", "above", "tokens", "counts", "table"), "i64")
-    kinds = product_of((2, 128), (128,) if sample else WIDTHS, (1, 8, 32), (0, PAGE))
+    kinds = product_of((2, 128), (128,) if sample else WIDTHS, (8,) if sample else (1, 8, 32), (0, PAGE))
     for dtype, (rows, width, heads, page) in product_of(DTYPES[::2] if sample else DTYPES, kinds):
         constants = {"ROWS": rows, "HEADS": heads, "WIDTH": width, "GROUPS": triton.next_power_of_2(heads),
                      "WIDE": triton.next_power_of_2(width), "PAGE": page, "num_warps": 4}  # fmt: skip
@@ -152,13 +153,13 @@ def walk_variants(sample: bool, arch: int) -> Iterator[Variant]:
         yield name, walk._walk, {**types, "like": dtype}, constants
 
 
-def paired(variants: Iterator[Variant]) -> Iterator[Variant]:
-    """Those in which two properties meet, such as a dtype and a head width, that did not meet in one before."""
-    met = set[tuple[str, str]]()
+def meeting(variants: Iterator[Variant], count: int) -> Iterator[Variant]:
+    """Those in which ``count`` properties meet, such as a dtype and a head width, that did not meet in one before."""
+    met = set[tuple[str, ...]]()
     for variant in variants:
-        pairs = set(combinations(re.findall(r"[a-z]\w*(?: \d+)?", variant[0]), 2))
-        if not pairs <= met:
-            met |= pairs
+        sets = set(combinations(re.findall(r"[a-z]\w*(?: \d+)?", variant[0]), count))
+        if not sets <= met:
+            met |= sets
             yield variant
 
 
@@ -223,7 +224,7 @@ def stack_of(cubin: bytes) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, 90 for 9.0")
-    parser.add_argument("--pairs", action="store_true", help="only until every two properties of a kernel have met")
+    parser.add_argument("--meet", type=int, help="only until so many properties of a kernel have met in every way")
     parser.add_argument("--sample", action="store_true", help="one variant of each kind")
     args = parser.parse_args()
     failed = 0
@@ -231,7 +232,7 @@ def main() -> int:
         os.environ["TRITON_CACHE_DIR"] = folder
         for arch, variants in product_of(args.arch, VARIANTS):
             chosen = variants(args.sample, arch)
-            for name, kernel, types, constants in paired(chosen) if args.pairs else chosen:
+            for name, kernel, types, constants in meeting(chosen, args.meet) if args.meet else chosen:
                 try:
                     shared = compiled(kernel, types, constants, arch)
                     told = "ok" if shared <= SHARED.get(arch, shared) else "FAILED: more than a block may have"

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -37,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     if not torch.cuda.is_available():
+        asked = os.environ.get("TRITON_INTERPRET") is not None or "triton" not in sys.modules
+        assert asked, "the conftest.py of a folder imports Triton, before it is known that it is to be interpreted"
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which transformers does
     import transformers
 

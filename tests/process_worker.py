@@ -82,7 +82,7 @@ def tiny_rows() -> dict[str, Any]:
 
 def tiny_tensor() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        names = ["lookahead", "token_recycling", "medusa", "kangaroo", "draft_model", "auto", "jacobi", "prompt_lookup"]
+        names = ["token_recycling", "medusa", "kangaroo", "draft_model"]
         return {**loaded("tiny", "tensor", names, dtype=torch.float64), "folder": bool(folder)}
 
 

@@ -40,6 +40,16 @@ def matrix(
     return cases
 
 
+def turns(
+    drafters: Sequence[str],
+    *axes: Sequence[Any],
+    always: Always = lambda *case: False,
+    first: Sequence[str] | None = FEW,
+) -> list[Any]:
+    """The first tier of ``matrix`` alone: for what the exactness harness (``tests.exactness``) draws all of."""
+    return [case for case in matrix(drafters, *axes, always=always, first=first) if not case.marks]
+
+
 def each_once(*axes: Iterable[Any]) -> list[Any]:
     """All combinations, of which the first tier has as many as the longest axis: each value of each axis in some.
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from specdec import Engine, Generation, SamplingParams, TransformersTarget
-from specdec.drafting.registry import drafter_names
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Handle, Scheduler
 from specdec.native import library as native
 from tests.fakes import Oracle
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
-from tests.tiers import FEW, each_once, matrix
+from tests.tiers import each_once
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 SIZES = {"max_rows": 24, "prefill_chunk": 16}
@@ -44,21 +43,6 @@ def same(found: Sequence[Generation], expected: Sequence[Generation]) -> bool:
     return [(one.token_ids, one.finish_reason, one.text) for one in found] == [
         (one.token_ids, one.finish_reason, one.text) for one in expected
     ]
-
-
-@pytest.mark.parametrize(
-    ("drafter", "family", "batches"), matrix(drafter_names(), BATCHED, BATCHES, first=(*FEW, "eagle"))
-)
-def test_a_batch_changes_no_token(family: str, drafter: str, batches: Sequence[int], tmp_path: Path) -> None:
-    """In float64, greedy and drawn, with few rows a step, so that drafts wait and prompts come in bits."""
-    target = target_of(family, execution="transformers" if family == "qwen3" else "auto")
-    for number, settings in enumerate(settings_of(drafter, target, tmp_path)):
-        engine = Engine(target, None, settings, **SIZES)
-        for sampling in (SamplingParams(), HOT)[: 2 if number == 0 else 1]:
-            expected = alone(engine, sampling) if sampling.temperature else plain(family)
-            for batch in batches:
-                found = engine.generate_batch(PROMPTS, BUDGETS, sampling, batch=batch, step_rows=26)
-                assert same(found, expected), (settings, sampling.temperature, batch)
 
 
 @needs_compiler

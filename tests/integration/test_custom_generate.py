@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from specdec import Engine, TransformersTarget, custom_generate
-from specdec.drafting.registry import drafter_names
 from specdec.errors import ConfigError, NumericalError
 from tests.fakes import Oracle
-from tests.models import PAD, VOCAB, greedy, model_of, new_model, prompt_of, reference, settings_of, target_of
-from tests.tiers import FEW, matrix
+from tests.models import PAD, VOCAB, greedy, model_of, new_model, prompt_of, reference, target_of
 
 FAMILY = "mistral"
 PROMPT = prompt_of(9)
@@ -52,16 +49,6 @@ GREEDY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("drafter", "case"), matrix(drafter_names(), tuple(GREEDY), first=FEW))
-def test_greedy(drafter: str, case: str, tmp_path: Path) -> None:
-    options = GREEDY[case]
-    expected = reference(model_of(FAMILY), PROMPT, **{"max_new_tokens": NEW, **options})
-    for settings in settings_of(drafter, TARGET, tmp_path)[:2]:
-        out = generate(settings, **options)
-        assert out.dtype == torch.long
-        assert out.tolist() == [[*PROMPT, *expected]]
-
-
 @pytest.mark.parametrize("case", GREEDY)
 def test_greedy_in_long_blocks(case: str) -> None:
     expected = reference(model_of(FAMILY), PROMPT, **{"max_new_tokens": NEW, **GREEDY[case]})
@@ -79,20 +66,6 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "warped": {"temperature": 0.7, "top_k": 10, "top_p": 0.9},
     "penalty": {"repetition_penalty": 1.3, "min_p": 0.05},
 }
-
-
-@functools.cache
-def sampled(case: str, seed: int) -> Any:
-    return generate("none", ours={"seed": seed}, do_sample=True, **SAMPLED[case]).tolist()
-
-
-@pytest.mark.parametrize(("drafter", "case"), matrix(drafter_names(), tuple(SAMPLED), first=FEW))
-def test_sampling_is_one_text_per_seed(drafter: str, case: str, tmp_path: Path) -> None:
-    options = {"do_sample": True, **SAMPLED[case]}
-    for seed in (0, 1):
-        for settings in settings_of(drafter, TARGET, tmp_path)[:2]:
-            out = generate(settings, ours={"seed": seed, "acceptance": "match"}, **options)
-            assert out.tolist() == sampled(case, seed)
 
 
 def test_torch_governs_the_seed() -> None:

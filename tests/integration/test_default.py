@@ -19,7 +19,7 @@ from specdec import Engine, SamplingParams
 from specdec.bench.shapes import write_rule
 from specdec.drafting.registry import drafter_names
 from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
-from tests.tiers import FEW, matrix
+from tests.tiers import turns
 
 # Family and dtype of the checkpoint; the dtype of the engine is the checkpoint's.
 CHECKPOINTS = (
@@ -66,7 +66,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, str
 
 @pytest.mark.parametrize(
     ("drafter", "checkpoint"),
-    matrix(drafter_names(), CHECKPOINTS, always=lambda drafter, checkpoint: drafter == "none", first=FEW),
+    turns(drafter_names(), CHECKPOINTS, always=lambda drafter, checkpoint: drafter == "none"),
 )
 def test_drafter_changes_no_token(
     drafter: str, checkpoint: tuple[str, str], loaded: Callable[[tuple[str, str]], Engine], tmp_path: Path

@@ -25,7 +25,7 @@ from specdec.parallel.rows import ShardedTarget
 from tests.fakes import Drawing, Oracle, Scripted
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
 from tests.ranks import ThreadRanks, results, run_ranks
-from tests.tiers import FEW, each_once, matrix
+from tests.tiers import each_once, turns
 
 PROMPT, NEW = prompt_of(7), 28
 SAMPLING = SamplingParams(temperature=0.8, seed=5)
@@ -90,7 +90,7 @@ SIZES = (2, 3)
 
 @pytest.mark.parametrize(
     ("drafter", "family", "sampling", "size"),
-    matrix([name for name in drafter_names() if name not in UNBATCHED], FAMILIES, SAMPLINGS, SIZES, first=FEW),
+    turns([name for name in drafter_names() if name not in UNBATCHED], FAMILIES, SAMPLINGS, SIZES),
 )
 def test_the_text_is_plain_decoding_s(
     drafter: str, family: str, sampling: SamplingParams | None, size: int, tmp_path: Path

@@ -20,7 +20,7 @@ from specdec.parallel.tensor import TensorTarget
 from tests.fakes import Scripted
 from tests.models import greedy, new_model, prompt_of, settings_of, target_of
 from tests.ranks import ThreadRanks, results, run_ranks
-from tests.tiers import FEW, matrix
+from tests.tiers import turns
 
 PROMPT, NEW = prompt_of(7), 24
 SAMPLING = SamplingParams(temperature=0.8, seed=5)
@@ -48,7 +48,7 @@ def texts(drafter: Any, sampling: SamplingParams | None, *, spoiled: bool = True
     return run_ranks(2, work)
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), matrix(drafter_names(), (None, SAMPLING), first=FEW))
+@pytest.mark.parametrize(("drafter", "sampling"), turns(drafter_names(), (None, SAMPLING)))
 def test_rank_0_decides(drafter: str, sampling: SamplingParams | None, tmp_path: Path) -> None:
     """Also where a draft is drawn from a q, and where its first layers were run apart."""
     settings = settings_of(drafter, target_of("llama"), tmp_path)[0]

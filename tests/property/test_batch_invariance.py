@@ -110,7 +110,7 @@ def test_cuts_that_were_chosen_change_no_bit(length: int, tmp_path: Path, monkey
     "drafts",
     [
         [TREE, Draft.chain((3,)), Draft((8, 4, 5), (-1, 0, 1))],
-        [Draft.chain(TEXT[:rows]) for rows in (10, 9, 1, 16)],
+        [Draft.chain(TEXT[:rows]) for rows in (10, 9, 1)],
         [Draft.chain(TEXT[:7]), TREE, Draft.chain((3,))],
     ],
     ids=["trees", "chunks", "mixed"],
@@ -118,7 +118,7 @@ def test_cuts_that_were_chosen_change_no_bit(length: int, tmp_path: Path, monkey
 def test_rows_of_several_sequences_are_those_of_each(drafts: list[Draft], monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded, and launched, where sequences of about as many rows share a launch; with the keys that they store."""
     target, _ = target_of("mistral", monkeypatch)
-    lengths = (9, 33, 3, 60)
+    lengths = (9, 33, 3)
     with target.active():
         found: dict[Any, list[torch.Tensor]] = {}
         for kind in ("alone", "recorded", "launched"):
@@ -137,8 +137,7 @@ def test_rows_of_several_sequences_are_those_of_each(drafts: list[Draft], monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "lookahead", "token_recycling", "suffix_automaton", "auto"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("drafter", "temperature"), [("lookahead", 0.0), ("token_recycling", 1.0)])
 def test_texts_are_plain_decoding_s(drafter: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = target_of("llama", monkeypatch)
     sampling = SamplingParams(temperature=temperature, seed=3, acceptance="match")

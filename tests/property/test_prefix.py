@@ -306,6 +306,6 @@ def test_texts_with_caches_against_texts_without() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [Caches, Talks])
-def test_at_length(machine: type[RuleBasedStateMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=80, stateful_step_count=40))
+@pytest.mark.parametrize(("machine", "examples"), [(Caches, 80), (Talks, 30)])
+def test_at_length(machine: type[RuleBasedStateMachine], examples: int) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))

@@ -107,7 +107,7 @@ async def all_answers(client: openai.AsyncOpenAI, those: list[Asked]) -> list[li
         return await asyncio.gather(*(answer(client, one, dice) for one in those))
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(80, marks=pytest.mark.slow)])
 def test_texts_are_the_engine_s(running: Running, served_engine: Engine, count: int) -> None:
     engine = served_engine
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.target.eos_ids)

@@ -19,7 +19,7 @@ from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.engine.sequence import SequenceState
 from tests.fakes import Scripted, Spy
 from tests.models import greedy, prompt_of, settings_of, target_of
-from tests.tiers import FEW, each_once, matrix
+from tests.tiers import each_once, turns
 from tests.unit.costs.test_policy import curve_of
 
 PROMPT = prompt_of(9)
@@ -226,7 +226,7 @@ class AtRandom(Fallback):
         self.noted.append((sequences, drawn))
 
 
-@pytest.mark.parametrize(("drafter", "temperature"), matrix(drafter_names(), [0.0, 0.8], first=FEW))
+@pytest.mark.parametrize(("drafter", "temperature"), turns(drafter_names(), [0.0, 0.8]))
 def test_no_token_changes_by_rests(drafter: str, temperature: float, tmp_path: Path) -> None:
     target = target_of("llama")
     sampling = SamplingParams(temperature=temperature, acceptance="match" if temperature else "auto", seed=3)

@@ -17,7 +17,7 @@ from specdec.drafting.registry import drafter_names
 from specdec.errors import ConfigError
 from tests.fakes import Oracle
 from tests.models import greedy, prompt_of, settings_of, target_of
-from tests.tiers import FEW, matrix
+from tests.tiers import turns
 
 PROMPT = prompt_of(9)
 
@@ -220,7 +220,7 @@ def test_silence_costs_nothing() -> None:
         policy.learn(Draft.chain([1]), [0], 0)
 
 
-@pytest.mark.parametrize(("drafter", "temperature"), matrix(drafter_names(), [0.0, 0.8], first=FEW))
+@pytest.mark.parametrize(("drafter", "temperature"), turns(drafter_names(), [0.0, 0.8]))
 def test_acceptance_changes_no_token_and_needs_no_clock(drafter: str, temperature: float, tmp_path: Path) -> None:
     """Twice the same rows, step by step, be they nearly free or dear."""
     target = target_of("llama")

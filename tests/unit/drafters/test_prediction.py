@@ -24,7 +24,7 @@ from specdec.errors import PromptError
 from tests import seam
 from tests.fakes import Reciter, Spy
 from tests.models import VOCAB, prompt_of, settings_of, target_of
-from tests.tiers import FEW, matrix
+from tests.tiers import FEW, turns
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef "
 ROWS = 33  # of a step with the default options
@@ -45,7 +45,7 @@ def file() -> list[int]:
 
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
-    matrix(
+    turns(
         drafter_names(),
         (SamplingParams(), SamplingParams(temperature=1.0, seed=3, acceptance="match")),
         first=(*FEW, "prediction"),

@@ -16,7 +16,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.results import Step
 from tests.fakes import Reciter
 from tests.models import prompt_of, settings_of, target_of
-from tests.tiers import FEW, matrix
+from tests.tiers import FEW, turns
 
 TEXT = list(range(2, 60))
 
@@ -97,7 +97,7 @@ def test_a_stop_token_within_a_draft() -> None:
     assert [step.trace.tokens[row] for row in step.trace.path] == TEXT[2:6]
 
 
-@pytest.mark.parametrize(("drafter", "temperature"), matrix(drafter_names(), [0.0, 0.8], first=(*FEW, "union")))
+@pytest.mark.parametrize(("drafter", "temperature"), turns(drafter_names(), [0.0, 0.8], first=(*FEW, "union")))
 def test_every_drafter_s_traces_fit_its_steps(drafter: str, temperature: float, tmp_path: Path) -> None:
     """And change nothing; alone and in a batch, where one rests too."""
     target, prompt = target_of("llama"), prompt_of(9)

@@ -11,14 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.drafting.registry import drafter_names
+from specdec import TransformersTarget
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.quantised_checkpoint import quantised_model
 from specdec.native import library as native
-from tests import tiers
 from tests.int4_files import int4_checkpoint
-from tests.models import settings_of
 from tests.packed_checkpoints import assert_blocks_are, assert_weights_are, edit, load
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -66,26 +63,6 @@ def test_what_is_not_quantised_stays_dense(tmp_path: Path) -> None:
     assert target.runner.name == "native"
     for name, weight in target.plain_model().state_dict().items():
         assert torch.equal(weight, expected[name]), name
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("drafter", "family", "method", "activations"),
-    tiers.matrix(drafter_names(), ("llama", "qwen2"), ("gptq", "awq"), ("default", "int8"), first=tiers.FEW),
-)
-def test_no_text_differs(drafter: str, family: str, method: str, activations: str, tmp_path: Path) -> None:
-    """Greedy and drawn, as plain decoding's; one group size or the other."""
-    size = 64 if activations == "int8" else 128
-    int4_checkpoint(tmp_path / "model", method=method, family=family, group_size=size)
-    target = TransformersTarget.from_pretrained(tmp_path / "model", activations=activations)
-    assert target.activations == (None if activations == "default" else "int8")
-    plain = Engine(target, None, "none", max_rows=24, prefill_chunk=16)
-    engine = Engine(target, None, settings_of(drafter, target, tmp_path)[0], max_rows=24, prefill_chunk=16)
-    for sampling in (None, SamplingParams(temperature=1.0, seed=7, acceptance="match")):
-        expected = plain.generate(list(PROMPT), 24, sampling).token_ids
-        assert len({*expected}) > 4  # else there would be little to differ
-        told: dict[str, Any] = {} if drafter != "prediction" else {"prediction": expected}
-        assert engine.generate(list(PROMPT), 24, sampling, **told).token_ids == expected
 
 
 @needs_compiler

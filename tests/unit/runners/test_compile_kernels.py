@@ -27,7 +27,7 @@ def compile_kernels(*arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["80", "89", "90", "100"])
+@pytest.mark.parametrize("arch", ["89", "90", "100"])
 def test_a_sample_compiles(arch: str) -> None:
     """Without a number in memory that belongs in a register, and with keys and weights read 16 bytes at once."""
     lines = compile_kernels("--sample", "--arch", arch)
@@ -36,6 +36,6 @@ def test_a_sample_compiles(arch: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_two_properties_of_a_kernel_compile() -> None:
-    """For one architecture: all variants take a quarter of an hour, which the script is for."""
-    assert len(compile_kernels("--arch", "90", "--pairs")) >= 220
+def test_every_property_of_a_kernel_compiles() -> None:
+    """For another architecture: all variants take a quarter of an hour, which the script is for."""
+    assert len(compile_kernels("--arch", "80", "--meet", "1")) >= 80

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from specdec import Engine, TransformersTarget
-from specdec.drafting.registry import drafter_names
 from specdec.native.library import library
 from specdec.step.cache import KVCache, LayerSpec
-from tests.models import greedy, new_model, prompt_of, reference, settings_of, target_of
-from tests.tiers import FEW, matrix
+from tests.models import new_model, prompt_of, reference, settings_of
 
 SPEC = LayerSpec(heads=2, key_dim=4, value_dim=3, window=None, device=torch.device("cpu"), dtype=torch.float64)
 RING = LayerSpec(heads=2, key_dim=4, value_dim=3, window=40, device=torch.device("cpu"), dtype=torch.float64)
@@ -62,15 +60,6 @@ def test_memory_follows_the_text_and_not_the_promise() -> None:
         steps = [decoding.step().tokens[0] for _ in range(3)]
     assert steps == expected
     assert decoding.cache_bytes == 1024 * 3 * 2 * 2 * 8 * 8
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("drafter", "family"), matrix(drafter_names(), ["llama", "mistral", "gemma3"], first=FEW))
-def test_text_over_every_growth(drafter: str, family: str, tmp_path: Path) -> None:
-    target = target_of(family)
-    for options in settings_of(drafter, target, tmp_path)[:2]:
-        out = Engine(target, None, options, max_rows=12).generate(PROMPT, NEW)
-        assert out.token_ids == greedy(family, PROMPT, NEW)
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler")
