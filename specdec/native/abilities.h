@@ -22,8 +22,6 @@ const char *specdec_arithmetic(void) {
     return "16 lanes, fused, pairs of bfloat16";
 #elif LANES == 16
     return "16 lanes, fused";
-#elif defined(__aarch64__) /* float32 products differ from those of x86-64, which is not understood yet */
-    return "8 lanes, fused, Arm";
 #elif FUSES
     return "8 lanes, fused";
 #else

@@ -140,9 +140,10 @@ INLINE floats capped(const Seen *a, floats scores) { /* bounded by a tanh */
 INLINE void score(const Seen *a, const Keys *block, const float *const query[UNITS], float *scores, const int units,
                   const int kind) {
     const int64_t dim = a->dim;
-    Sums sums = dim == 64    ? totals_of(block, query, 64, 0, units, kind) /* a constant, for the compiler */
-                : dim == 128 ? totals_of(block, query, 128, 0, units, kind)
-                             : totals_of(block, query, dim, 0, units, kind);
+    const int known = FEW > 2; /* with few registers a constant only takes the compiler longer */
+    Sums sums = known && dim == 64    ? totals_of(block, query, 64, 0, units, kind) /* a constant, for the compiler */
+                : known && dim == 128 ? totals_of(block, query, 128, 0, units, kind)
+                                      : totals_of(block, query, dim, 0, units, kind);
     for (int u = 0; u < units; u++) {
         floats own = sums.of[u];
         if (a->cap) own = capped(a, own);
@@ -210,11 +211,16 @@ INLINE void mix(const Seen *a, const Keys *block, float *const output[UNITS], co
     for (; d < a->dim; d += LANES) mix_some(block, output, shares, a->room, d, 1, units, kind);
 }
 
-#define EACH_KIND(n, act)                                                  \
-    case n:                                                                \
-        if (a->kind == FULL) act(a, block, own, scores, n, FULL);          \
-        else if (a->kind == HALF) act(a, block, own, scores, n, HALF);     \
-        else act(a, block, own, scores, n, PAIRS);                         \
+#ifdef __AVX512BF16__
+enum { HAS_PAIRS = 1 };
+#else
+enum { HAS_PAIRS = 0 };
+#endif
+#define EACH_KIND(n, act)                                                            \
+    case n:                                                                          \
+        if (a->kind == FULL) act(a, block, own, scores, n, FULL);                    \
+        else if (a->kind == HALF || !HAS_PAIRS) act(a, block, own, scores, n, HALF); \
+        else act(a, block, own, scores, n, PAIRS);                                   \
         return;
 
 static void score_any(const Seen *a, const Keys *block, const float *const own[UNITS], float *scores, int64_t units) {

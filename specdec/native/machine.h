@@ -55,7 +55,7 @@ enum { FEW = 6, FEW_CODED = 4, SHARES = 1 };
 enum { FEW = 6, FEW_CODED = 4, SHARES = 4 };
 #else /* a vector is two registers, and there are 16: more rows would only take the compiler minutes */
 #define LANES 8
-enum { FEW = 2, FEW_CODED = 2, SHARES = 4 };
+enum { FEW = 2, FEW_CODED = 1, SHARES = 4 };
 #endif
 /* FEW rows have their sums in registers at once; FEW_CODED of them where codes are extracted as well. */
 enum { MANY = 12 }; /* groups of rows; from so many on, keeping decoded weights costs less than decoding them again */

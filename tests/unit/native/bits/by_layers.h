@@ -188,6 +188,31 @@ static void try_batches(const Model *m, Sequence *s, const Results *alone) {
     }
 }
 
+/* A layer's inputs, and logits of a list of rows: of all rows at once, and row by row. */
+static void try_wanted(const Model *m, Sequence *s, const Results *alone) {
+    enum { SEEN = 17, WANTED = 8 };
+    static Described d;
+    const int64_t bytes = m->plan->half ? 2 : 4, size = m->plan->hidden, outputs = TOKENS * bytes;
+    const char type = m->plan->half ? 'h' : 'f';
+    char *together = memory(SEEN * size * bytes), *one = memory(size * bytes), *out = memory(SEEN * size * bytes);
+    char *logits = memory(WANTED * outputs);
+    int64_t wanted[WANTED], best[WANTED];
+    for (int64_t n = 0; n < WANTED; n++) wanted[n] = SEEN - 1 - 2 * n;
+    reset(s);
+    describe(m, &(Step){.sequences = {s}, .count = 1, .rows = {SEEN}}, &d);
+    specdec_run_layers(&m->shape, m->layers, &d.all, NULL, out, (void *[]){NULL, together}, 0, LAYERS, &m->head, NULL, wanted, WANTED,
+                       logits, best, 0, NULL, NULL, NULL, NULL, NULL, 2);
+    for (int64_t n = 0; n < WANTED; n++)
+        same("wanted logits", SEEN, 2, wanted[n], logits + n * outputs, alone->at[LOGITS] + wanted[n] * outputs, TOKENS, type);
+    tell(together, SEEN * size, type);
+    for (int64_t r = 0; r < SEEN; r++) {
+        describe(m, &(Step){.sequences = {s}, .count = 1, .first = {r}, .rows = {1}}, &d);
+        specdec_run_layers(&m->shape, m->layers, &d.all, NULL, out, (void *[]){NULL, one}, 0, LAYERS, NULL, NULL, NULL, 0, NULL, NULL,
+                           0, NULL, NULL, NULL, NULL, NULL, 1);
+        same("a layer's input", SEEN, 2, r, together + r * size * bytes, one, size, type);
+    }
+}
+
 static void try_model(const Plan *plan) {
     static const int64_t lengths[] = {37, 90, 0, 20};
     static Sequence s[SEQUENCES];
@@ -204,6 +229,7 @@ static void try_model(const Plan *plan) {
                                  .threads = rows % 5 ? 1 : 2 + (int)(rows / 5 % 2)}, alone + n);
         }
     if (!plan->windows[0] && !plan->windows[1]) try_spans(&m, s);
+    try_wanted(&m, s, alone), try_wanted(&m, s + 1, alone + 1);
     try_batches(&m, s, alone);
     for (int n = 0; n < SEQUENCES; n++) {
         reset(s + n);

@@ -44,8 +44,10 @@ static void try_product(const Product *p, int half, int64_t most) {
                             t.alone[adds] + r * outputs * bytes, 1, half, 1);
         tell(t.alone[adds], ROWS_MADE * outputs, half ? 'h' : 'f');
     }
-    for (int64_t n = 1; n <= 40; n++)
-        if (tried(n)) try_rows(&t, below(ROWS_MADE), n, n % 2, n % 4 ? 1 : 2 + (int)(n / 4 % 2), PLAIN_STATE);
+    for (int64_t n = 1; n <= 40; n++) {
+        const int64_t from = below(ROWS_MADE); /* drawn for rows that are not tried, too: what follows must not change */
+        if (tried(n)) try_rows(&t, from, n, n % 2, n % 4 ? 1 : 2 + (int)(n / 4 % 2), PLAIN_STATE);
+    }
     for (int64_t n = most; n > 40 && !quick; n /= 2) try_rows(&t, 0, n - 1, 0, 1 + (int)(n % 3), PLAIN_STATE);
     for (int n = 0; n < 4; n++) try_rows(&t, 16 - n, 1 + 6 * n, 1, 1 + n % 3, n % 2 ? FLUSHED : UPWARD);
 }

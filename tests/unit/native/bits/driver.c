@@ -4,7 +4,8 @@
  *     gcc -O3 -march=x86-64-v3 -fno-math-errno -fopenmp -I specdec/native tests/unit/native/bits/driver.c -lm && ./a.out
  *
  * One hash a line, of each group of results; the last one is of all groups but those by tiles. Prints what differs, and
- * exits with 1, where a row's result is not what it is alone. `quick` tries fewer numbers of rows; hashes stay.
+ * exits with 1, where a row's result is not what it is alone. `quick` tries fewer numbers of rows; hashes stay. With
+ * -DSMALL only groups without products are tried; -fwhole-program then leaves the rest out, and it compiles in a second.
  *
  * Hashes depend on the class of arithmetic, which is printed first:
  * - lanes: 16 with AVX-512, else 8: sums run over so many lanes;
@@ -35,6 +36,7 @@ static inline __m256i emulated_dpbusd(__m256i sum, __m256i codes, __m256i row) {
 #include "made.h"
 #include "told.h"
 #include "models.h"
+#include "by_rows.h"
 #include "by_products.h"
 #include "by_layers.h"
 #include "by_heads.h"
@@ -43,6 +45,10 @@ static inline __m256i emulated_dpbusd(__m256i sum, __m256i codes, __m256i row) {
 int main(int count, char **arguments) {
     quick = count > 1 && !strcmp(arguments[1], "quick");
     printf("%s\n", specdec_arithmetic());
+    by_rows(), by_attention(), by_slots();
+#ifdef SMALL
+    try_scores(0), try_scores(1), try_ranks();
+#else
     by_products();
     by_layers();
     by_heads();
@@ -53,6 +59,7 @@ int main(int count, char **arguments) {
         by_layers();
         by_heads();
     }
+#endif
     group(NULL);
     told.tiles = 0;
     printf("%016llx all\n", (unsigned long long)told.all);
