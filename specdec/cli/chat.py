@@ -34,6 +34,9 @@ class ChatConfig(RunConfig):
 
     drafter: str | dict[str, object] = option("auto", "The drafter; see `specdec drafters`.", metavar="NAME")
     max_new_tokens: AtLeast1 = option(1024, "Most new tokens of an answer.")
+    chat_template: str | None = option(
+        None, "The chat template: a file, or chatml, llama3, mistral (default: the model's).", metavar="FILE|NAME"
+    )
 
 
 @with_options(ChatConfig, without=["parallel"], file="configs/drafter/lookahead.yaml", setting="lookahead.window=15")

@@ -32,6 +32,7 @@ from specdec.engine.step_observer import StepObserver
 from specdec.engine.text_stream import stop_strings
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
 from specdec.models.around_layers import GENERATION
+from specdec.models.chat_templates import with_chat_template
 from specdec.models.inspection import unused_generation_options
 from specdec.models.tokenizer import load_tokenizer
 from specdec.models.transformers_target import TransformersTarget
@@ -173,6 +174,7 @@ class Engine(NotCopied):
         activations: str = "default",
         trust_remote_code: bool = False,
         tokenizer: Any = None,
+        chat_template: str | Path | None = None,
         parallel: str = "off",
         max_rows: int = 128,
         prefill_chunk: int | None = None,
@@ -182,7 +184,8 @@ class Engine(NotCopied):
         """Load target and tokenizer: a named model (``"tiny"``, ``"smollm2"``), a folder, a GGUF file, or a hub id.
 
         ``execution``, ``attention`` and ``activations`` are TransformersTarget's. ``tokenizer`` takes the place of the
-        one at the path.
+        one at the path, and ``chat_template``, a file or the name of one that ships (``"chatml"``, ``"llama3"``,
+        ``"mistral"``), that of the tokenizer's own.
         ``parallel`` is for processes that torchrun started: ``rows`` splits each step's rows over them, ``tensor`` each
         weight (:mod:`specdec.parallel`). The policy is ``acceptance`` here, so that no drafter loses much; an engine
         that is put together by hand takes its drafter at its word.
@@ -210,6 +213,8 @@ class Engine(NotCopied):
         )
         if tokenizer is None:
             tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        if chat_template is not None:
+            tokenizer = with_chat_template(tokenizer, chat_template)
         known = getattr(tokenizer, "vocab_size", 0)  # without added tokens, of which models may lack some
         if known > target.vocab_size:
             raise CheckpointError(

@@ -47,7 +47,9 @@ def load_run(run: RunConfig) -> Engine:
 def model_arguments(options: ModelOptions) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that say how a model is loaded and run."""
     names = ("dtype", "device", "device_map", "execution", "attention", "activations")
-    return {name: getattr(options, name) for name in names}
+    arguments = {name: getattr(options, name) for name in names}
+    template = getattr(options, "chat_template", None)  # of the commands that talk
+    return arguments if template is None else {**arguments, "chat_template": template}
 
 
 def prepare(options: ModelOptions) -> None:

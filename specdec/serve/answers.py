@@ -7,6 +7,7 @@ update of a choice.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from secrets import token_hex
 from time import time
 from typing import Any
@@ -31,6 +32,7 @@ class Answer(ABC):
         model: the model's name for clients.
         tokenizer: decodes tokens to texts.
         max_rows: the most rows of a step, a limit of the server.
+        hidden: see :class:`specdec.serve.choices.Choice`.
 
     Attributes:
         choices: the ``n`` answers to each prompt, in order.
@@ -43,7 +45,9 @@ class Answer(ABC):
     chunk_kind: str
     """The ``object`` of a stream's chunk."""
 
-    def __init__(self, plan: Plan, model: str, tokenizer: Any, max_rows: int) -> None:
+    def __init__(
+        self, plan: Plan, model: str, tokenizer: Any, max_rows: int, hidden: Collection[int] | None = None
+    ) -> None:
         self._plan, self._tokenizer, self._max_rows = plan, tokenizer, max_rows
         self._head = {
             "id": f"{self.prefix}-{token_hex(12)}",
@@ -52,7 +56,8 @@ class Answer(ABC):
             "model": model,
         }
         prompts = [prompt for prompt in plan.prompts for _ in range(plan.n)]
-        self.choices = [Choice(place, tokenizer, prompt) for place, prompt in enumerate(prompts)]
+        stops = plan.stops, plan.fields.min_tokens or 0
+        self.choices = [Choice(place, tokenizer, prompt, hidden, stops) for place, prompt in enumerate(prompts)]
         if not plan.requests:  # max_tokens is 0
             for choice in self.choices:
                 choice.finish_reason = "length"

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.serve.answers import Answer, Json
-from specdec.serve.calls import CallReader, Delta
+from specdec.serve.call_styles import Style
+from specdec.serve.calls import CallReader, Delta, MessageReader
 from specdec.serve.choices import Choice, Piece
 from specdec.serve.fields import ChatRequest
 from specdec.serve.logprobs import TokenNames
+from specdec.serve.marks import hidden_tokens
 from specdec.serve.plan import Plan
+from specdec.serve.thinking import THINK_MARKS
 
 __all__ = ["ChatAnswer"]
 
@@ -21,18 +24,25 @@ class ChatAnswer(Answer):
     Args:
         plan, model, tokenizer, max_rows: see :class:`specdec.serve.answers.Answer`.
         names: names of tokens.
-        marks_calls: whether the chat template asks the model to mark tool calls in its text.
+        style: how the model marks tool calls in its text; None where it does not.
     """
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, plan: Plan, model: str, tokenizer: Any, max_rows: int, names: TokenNames, *, marks_calls: bool
+        self, plan: Plan, model: str, tokenizer: Any, max_rows: int, names: TokenNames, *, style: Style | None
     ) -> None:
-        super().__init__(plan, model, tokenizer, max_rows)
         assert isinstance(plan.fields, ChatRequest)
-        marked = marks_calls and plan.forced is None and bool(plan.fields.tools)
-        self._names, self._readers = names, [CallReader(plan.forced, marked) for _ in self.choices]
+        tools = plan.fields.tools or ()
+        marked = style is not None and plan.forced is None and bool(tools)
+        read = style if marked and style is not None else Style()
+        marks = (*read.marks, *read.others, *(THINK_MARKS if plan.thinking else ()))
+        super().__init__(plan, model, tokenizer, max_rows, hidden_tokens(tokenizer, marks) if marks else None)
+        types = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        self._names, how = names, style or Style()
+        self._readers = [
+            MessageReader(plan.thinking, CallReader(plan.forced, marked, how, types)) for _ in self.choices
+        ]
 
     def opening(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}
@@ -72,9 +82,12 @@ def _piece(choice: Choice, delta: Delta, reason: str | None = None) -> Json:
 def _message(deltas: Sequence[Delta]) -> Json:
     """The whole message that a stream's pieces add up to."""
     said = [delta["content"] for delta in deltas if "content" in delta]
+    thought = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
     calls: list[Json] = []
     for delta in deltas:
         for call in delta.get("tool_calls", ()):
             calls.append({name: value for name, value in call.items() if name != "index"})
     message: Json = {"role": "assistant", "content": "".join(said) if said or not calls else None}
+    if thought:
+        message["reasoning_content"] = "".join(thought)
     return {**message, "tool_calls": calls} if calls else message

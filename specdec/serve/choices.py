@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ class Choice:
     Its text is decoded here, on the event loop, to keep that work out of the engine's thread. Only a text that has stop
     strings is decoded there, as each token may complete one, and comes with the updates.
 
+    Args:
+        index, tokenizer, prompt: its place in the answer, and what its text follows.
+        hidden: special tokens that its text is to lack where others are in it, as marks; None: it lacks all.
+        stops: with ``hidden``, the stop strings, and the tokens within which they do not count.
+
     Attributes:
         index: the choice's index in the answer.
         prompt_tokens: the number of tokens of its prompt.
@@ -53,9 +58,19 @@ class Choice:
         first, last: times of the first and the latest token, in seconds of ``perf_counter``.
     """
 
-    def __init__(self, index: int, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self.index, self.prompt_tokens = index, len(prompt)
-        self._stream = TextStream(tokenizer, prompt=prompt)
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        hidden: Collection[int] | None = None,
+        stops: tuple[Sequence[str], int] = ((), 0),
+    ) -> None:
+        self.index, self.prompt_tokens, self._hidden = index, len(prompt), hidden
+        if hidden is None:
+            self._stream = TextStream(tokenizer, prompt=prompt)
+        else:
+            self._stream = TextStream(tokenizer, stops[0], prompt, skip_special_tokens=False, min_tokens=stops[1])
         self._texts, self._new = list[str](), 0  # pieces that came with updates, and the first not given out
         self._decoded = False
         self.tokens: list[int] = []
@@ -71,7 +86,11 @@ class Choice:
         assert step is not None
         self.tokens += step.tokens
         self.logprobs += update.logprobs
-        if update.text is None:
+        if self._hidden is not None:
+            for token in step.tokens:
+                if token not in self._hidden and not self._stream.stopped:
+                    self._stream.push(token)
+        elif update.text is None:
             self._stream.extend(step.tokens)
         else:
             self._decoded = True

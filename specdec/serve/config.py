@@ -17,10 +17,13 @@ from specdec.errors import ConfigError, check_choice, shown
 from specdec.settings.options import option
 from specdec.settings.validation import AtLeast1, check_fields
 
-__all__ = ["API_KEY", "ServeConfig", "is_loopback"]
+__all__ = ["API_KEY", "TOOL_PARSERS", "ServeConfig", "is_loopback"]
 
 API_KEY = "SPECDEC_API_KEY"
 """The environment variable that can hold the API key."""
+
+TOOL_PARSERS = ("auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "none")
+"""Names of ways to write tool calls."""
 
 _PANEL = "Server"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
@@ -87,6 +90,15 @@ class ServeConfig(EngineOptions):
         metavar="openai|model",
         panel=_PANEL,
     )
+    chat_template: str | None = option(
+        None, "The chat template: a file, or chatml, llama3, mistral (default: the model's).", metavar="FILE|NAME"
+    )
+    tool_parser: str = option(
+        "auto",
+        "How the model writes tool calls (default: as its chat template shows).",
+        metavar="|".join(TOOL_PARSERS),
+        panel=_PANEL,
+    )
     api_key: str | None = option(
         None, f"The key that clients send; better by a file, or {API_KEY}.", metavar="KEY", panel=_PANEL
     )
@@ -115,6 +127,7 @@ class ServeConfig(EngineOptions):
         EngineOptions.__post_init__(self)
         check_fields(self)
         check_choice("generation_config", self.generation_config, ("openai", "model"))
+        check_choice("tool_parser", self.tool_parser, TOOL_PARSERS)
         check_choice("unknown_fields", self.unknown_fields, ("refuse", "ignore"))
         for origin in self.allow_origin:
             if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):

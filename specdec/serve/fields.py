@@ -135,6 +135,7 @@ class Message(Fields):
     name: str | None = None
     tool_calls: Bounded[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class Function(Fields):

@@ -16,6 +16,7 @@ from llguidance.hf import from_tokenizer
 from specdec.errors import first_line
 from specdec.sampling.grammar import Ended
 from specdec.serve.errors import ApiError
+from specdec.serve.thinking import Thinking, thinking_grammar
 
 __all__ = ["Grammars", "JsonGrammar", "NoGrammar"]
 
@@ -55,18 +56,22 @@ class Grammars:
         self.size, self.ends = vocab_size, frozenset(ends)
         self.tokenizer = _described(tokenizer, vocab_size, sorted(self.ends))
         self._matcher = lru_cache(_KEPT)(self._made)
+        self._added = tuple(tokenizer.get_added_vocab())
 
-    def of(self, *rules: str | Mapping[str, Any], start: str = "@r0") -> JsonGrammar:
+    def of(self, *rules: str | Mapping[str, Any], start: str = "@r0", thinking: Thinking = None) -> JsonGrammar:
         """The grammar of texts.
 
         Args:
             rules: JSON schemas, or texts in llguidance's form of Lark; ``start`` calls them ``@r0``, ``@r1`` and so on.
             start: how they make up a text, in Lark's form.
+            thinking: what may stand before that text.
 
         Raises:
             NoGrammar: llguidance cannot follow one of them; the message says why.
         """
         parts = [_part(number, rule) for number, rule in enumerate(rules)]
+        if thinking is not None:
+            start = f"thought answer\nanswer: {start}\n{thinking_grammar(thinking, self._added)}"
         if start != "@r0":
             parts.insert(0, {"lark_grammar": f"start: {start}"})
         grammar = json.dumps({"grammars": parts})

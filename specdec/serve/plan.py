@@ -20,6 +20,7 @@ from specdec.serve.json_grammar import Grammars
 from specdec.serve.processors import Penalties, bias_of
 from specdec.serve.prompts import Encoder, plain_text
 from specdec.serve.structured import Form, Structured
+from specdec.serve.thinking import Thinking
 from specdec.settings.sampling_params import SamplingParams
 
 __all__ = ["Limits", "Plan", "Planner"]
@@ -54,6 +55,7 @@ class Plan:
         requests: the scheduler's requests, ``n`` for each prompt; none where the answers are to have no token.
         stops: the stop strings.
         form: the form that the answer must have.
+        thinking: how the answer begins.
         ignored: names of the request's fields that were not followed.
     """
 
@@ -63,6 +65,7 @@ class Plan:
     stops: list[str]
     speculation: Speculation
     form: Form = Form()  # noqa: RUF009  (it is frozen)
+    thinking: Thinking = None
     ignored: list[str] = field(default_factory=list)
 
     @property
@@ -107,7 +110,7 @@ class Planner:
         defaults: dict[str, Any],
         limits: Limits,
     ) -> None:
-        self._engine, self._encoder, self._structured = engine, encoder, Structured(grammars)
+        self._engine, self._encoder, self._grammars = engine, encoder, grammars
         self._defaults, self._limits = {**_EVERY, **defaults}, limits
         self._chat_end = answer_end(engine.tokenizer)
 
@@ -165,7 +168,10 @@ class Planner:
             text = plain_text(fields.prediction.content, "prediction.content", between="") or None
             options["prediction"] = None if text is None else self._encoder.prediction(text, min(rooms))
         budgets = [room if budget in (None, -1) else min(budget or 0, room) for room in rooms]
-        form = self._structured.form(fields)
+        thinking: Thinking = None
+        if isinstance(fields, ChatRequest):
+            thinking = self._encoder.thinking(prompts[0], continues=bool(fields.continue_final_message))
+        form = Structured(self._grammars, thinking).form(fields)
         grammar = form.grammar
         if grammar is not None and not fields.ignore_eos:
             ends |= grammar.ends  # a text that a grammar ends is ended
@@ -173,7 +179,7 @@ class Planner:
         options["min_tokens"] = least = self._least(fields, min(budgets), closing)
         sampling = self._sampling(fields)
         bias = bias_of(fields.logit_bias, self._engine.target.vocab_size) if fields.logit_bias else None
-        plan = Plan(fields, prompts, [], stops, speculation, form)
+        plan = Plan(fields, prompts, [], stops, speculation, form, thinking)
         options["logprobs"] = plan.logprobs
         for prompt, own_budget in zip(prompts, budgets if budget != 0 else (), strict=budget != 0):
             chain: list[Any] = [bias] if bias is not None else []

@@ -17,6 +17,8 @@ from specdec.errors import first_line, shown
 from specdec.serve.errors import ApiError
 from specdec.serve.fields import Message, TextPart, Tool
 from specdec.serve.text_bounds import bytes_of_a_token, least_tokens
+from specdec.serve.thinking import Thinking, thinking_of
+from specdec.serve.tool_text import as_text
 
 __all__ = ["Encoder", "plain_text"]
 
@@ -73,6 +75,10 @@ class Encoder:
             )
         return tokens
 
+    def thinking(self, prompt: Sequence[int], *, continues: bool = False) -> Thinking:
+        """As :func:`specdec.serve.thinking.thinking_of`."""
+        return thinking_of(self._tokenizer, prompt, continues=continues)
+
     def text(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special tokens included.
 
@@ -112,8 +118,7 @@ class Encoder:
             more: additional variables of the template.
 
         Raises:
-            ApiError: there is no chat template, it has no place for tools, or it refuses a message; or the prompt
-                exceeds the context.
+            ApiError: there is no chat template, or it refuses a message; or the prompt exceeds the context.
         """
         if not writes_chats(self._tokenizer):
             raise ApiError(
@@ -137,34 +142,34 @@ class Encoder:
                 param="chat_template_kwargs",
                 code="invalid_value",
             )
-        if tools:
-            if not self.knows_tools:
-                raise ApiError(
-                    f"the chat template of {self._engine.target.name} has no place for tools; leave tools out, or "
-                    "describe them in a message",
-                    param="tools",
-                    code="unsupported_parameter",
-                )
-            options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        described = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+        options |= {"add_generation_prompt": begins and not continues, "continue_final_message": continues}
         bounds = self._token_bytes is not None  # else the template may come with a way of its own to tokenize
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                plain,
-                add_generation_prompt=begins and not continues,
-                continue_final_message=continues,
-                **({"tokenize": False} if bounds else {"return_dict": True}),
-                **options,
-            )
-        except Exception as error:  # a template is the checkpoint's code and may raise anything
-            raise ApiError(
-                f"the chat template of {self._engine.target.name} refuses these messages: {first_line(error)}; change "
-                "them",
-                param="messages",
-            ) from error
+        options |= {"tokenize": False} if bounds else {"return_dict": True}
+        encoded = self._rendered(plain, described, options)
         if bounds:
             self._check_text(encoded, "messages")
             encoded = self._tokenizer(encoded, add_special_tokens=False)
         return self._fitting(list(encoded["input_ids"]), "messages")
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]) -> Any:
+        """What the chat template makes of messages and tools; raises ApiError where it refuses them."""
+        asked = tools or any(message.keys() & {"tool_calls", "tool_call_id"} for message in messages)
+        tries: list[dict[str, Any]] = [{"conversation": messages, **({"tools": tools} if tools else {})}]
+        if asked and not self.knows_tools:
+            tries = [{"conversation": as_text(messages, tools, system=system)} for system in (True, False)]
+        for number, values in enumerate(tries, 1):
+            try:
+                return self._tokenizer.apply_chat_template(**values, **options)
+            except Exception as error:  # a template is the checkpoint's code and may raise anything
+                if number < len(tries):
+                    continue
+                raise ApiError(
+                    f"the chat template of {self._engine.target.name} refuses these messages: {first_line(error)}; "
+                    "change them",
+                    param="messages",
+                ) from error
+        raise AssertionError
 
     def _check_text(self, text: str, param: str) -> None:
         """Raises ApiError for a text that is too long for the context by its length alone, before it is tokenized."""
@@ -214,7 +219,7 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": role, "content": content or ""}
     if message.tool_calls:
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
     return plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from time import time
 from typing import Any
@@ -13,7 +14,7 @@ from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ConfigError, shown, unknown
 from specdec.serve.answers import Answer
-from specdec.serve.calls import MARKS
+from specdec.serve.call_styles import STYLES, Style, style_of
 from specdec.serve.chat import ChatAnswer
 from specdec.serve.completions import CompletionAnswer
 from specdec.serve.config import ServeConfig
@@ -26,6 +27,8 @@ from specdec.serve.metrics import Metrics
 from specdec.serve.plan import Limits, Plan
 
 __all__ = ["Service", "sampling_defaults", "step_rows"]
+
+_log = logging.getLogger("specdec.serve")
 
 
 class Service:
@@ -63,9 +66,18 @@ class Service:
         self.drafters = _drafters(engine, config)
         kept = config.prefix_bytes if config.prefix_bytes is not None else config.cache_bytes or _PREFIX_BYTES
         self.prefixes = PrefixTree(max_bytes=kept) if kept else None
-        template = getattr(engine.tokenizer, "chat_template", None)
         self._token_names = TokenNames(engine.tokenizer)
-        self._marks_calls = isinstance(template, str) and MARKS[0] in template
+        self._style = self._told_style()
+
+    def _told_style(self) -> Style | None:
+        """How the model marks tool calls, by ``--tool-parser`` or the chat template; the log says what was chosen."""
+        name, template = self.config.tool_parser, getattr(self.engine.tokenizer, "chat_template", None)
+        if name == "auto" and template and not self.lanes[0].encoder.knows_tools:
+            _log.info("the chat template has no place for tools; they are described in the system message")
+            name = "hermes"
+        elif name == "auto":
+            name = style_of(template) or "none"
+        return STYLES.get(name)
 
     def _scheduler(self) -> Scheduler:
         config = self.config
@@ -92,7 +104,7 @@ class Service:
         engine = self.engine
         arguments = (plan, self.name, engine.tokenizer, engine.max_rows, self._token_names)
         if isinstance(plan.fields, ChatRequest):
-            return ChatAnswer(*arguments, marks_calls=self._marks_calls)
+            return ChatAnswer(*arguments, style=self._style)
         return CompletionAnswer(*arguments)
 
     def check_ready(self) -> None:

@@ -19,6 +19,7 @@ from specdec.serve.json_grammar import Grammars, JsonGrammar, NoGrammar
 from specdec.serve.json_places import Unfollowed, located, without
 from specdec.serve.json_schema import prepared
 from specdec.serve.patterns import bounded
+from specdec.serve.thinking import Thinking
 
 __all__ = ["Form", "Structured"]
 
@@ -56,10 +57,11 @@ class Structured:
 
     Args:
         grammars: makes grammars; called once a request needs one.
+        thinking: what may stand before the form.
     """
 
-    def __init__(self, grammars: Callable[[], Grammars]) -> None:
-        self._grammars = grammars
+    def __init__(self, grammars: Callable[[], Grammars], thinking: Thinking = None) -> None:
+        self._grammars, self._thinking = grammars, thinking
 
     def form(self, fields: Generating) -> Form:
         """The form of a request's answer; a call that is required comes before other forms.
@@ -139,7 +141,7 @@ class Structured:
         """The form of schemas, joined by ``start``; where they allow it, without what cannot be followed."""
         while True:
             try:
-                grammar = self._grammars().of(*(rule.schema for rule in rules), start=start)
+                grammar = self._grammars().of(*(rule.schema for rule in rules), start=start, thinking=self._thinking)
             except NoGrammar as error:
                 if any(rule.mend(self._grammars().problem) for rule in rules):
                     continue
@@ -148,9 +150,9 @@ class Structured:
                 ) from None
             return Form(grammar, forced, [one for rule in rules for one in rule.dropped])
 
-    def _made(self, param: str, *rules: Any, start: str = "@r0") -> JsonGrammar:
+    def _made(self, param: str, *rules: Any) -> JsonGrammar:
         try:
-            return self._grammars().of(*rules, start=start)
+            return self._grammars().of(*rules, thinking=self._thinking)
         except NoGrammar as error:
             raise ApiError(
                 f"{param} cannot be followed: {error}; change it", param=param, code="invalid_grammar"
