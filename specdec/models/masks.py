@@ -25,6 +25,7 @@ MASKS = "specdec_masks"
 """The attention function with which a model's own forward computes nothing, and describes its masks."""
 
 _LIMITS = ("window", "chunk")
+_OF_MASKS = ("sliding_window", "attention_chunk_size", "max_window_layers")  # limits that transformers' masks heed
 
 
 def register_masks() -> None:
@@ -70,12 +71,15 @@ def whole_masks(model: Any) -> Mapping[str, Sees] | Sees | None:
     made = make(config=config, inputs_embeds=rows, attention_mask=None, past_key_values=None, position_ids=None)
     masks = made if isinstance(made, Mapping) else {"": made}
     found: dict[str, Sees] = {kind: mask.sees for kind, mask in masks.items() if hasattr(mask, "sees")}
+    limits = named_limits(config)
+    if len(found) == len(masks):
+        limits = [limit for limit in limits if not any(known in limit for known in _OF_MASKS)]
+    if limits:
+        raise TargetError(
+            f"{type(model).__name__} makes its masks itself, and its config says {', '.join(limits)}: specdec "
+            "cannot see how far its attention reaches, so it is refused rather than decoded wrongly"
+        )
     if len(found) < len(masks):
-        if limits := named_limits(config):
-            raise TargetError(
-                f"{type(model).__name__} makes its masks itself, and its config says {', '.join(limits)}: specdec "
-                "cannot see how far its attention reaches, so it is refused rather than decoded wrongly"
-            )
         return None
     return found if len(found) > 1 else next(iter(found.values()))
 

@@ -74,6 +74,8 @@ class Numbers(TorchFunctionMode):
         if name == "rms_norm":
             same(args[0], args[2] if len(args) > 2 else None)
             return args[0].clone()
+        if name == "contiguous" and args[0].is_cuda:
+            return args[0].clone()
         if name == "copy_" and args[0].is_cuda:  # the one operation that may join devices
             return _copied(args[0], args[1])
         if name == "__setitem__" and args[0].is_cuda:

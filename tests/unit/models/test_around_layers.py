@@ -178,7 +178,6 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a class that samples": (set_class(Samples), "_sample of this Samples is Samples's own"),
     "a class that is called": (set_class(Calls), "__call__ of this Calls is Calls's own"),
     "a forward": (set_forward, "the forward of this LlamaForCausalLM was replaced by set_forward.*lambda"),
-    "a decoder's forward": (set_decoder_forward, "the forward of this LlamaModel was replaced by"),
     "a hook": (
         lambda model: model.register_forward_hook(lambda module, given, output: fewer(output)),
         "this LlamaForCausalLM has the forward hook .*put it on a module inside",
@@ -190,10 +189,6 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a hook before": (
         lambda model: model.register_forward_pre_hook(lambda *given: given[1:], with_kwargs=True),
         "this LlamaForCausalLM has the forward hook",
-    ),
-    "a decoder's hook": (
-        lambda model: model.model.register_forward_hook(lambda *given: None),
-        "this LlamaModel has the forward hook",
     ),
 }
 
@@ -214,6 +209,30 @@ def test_what_is_done_around_the_layers_is_refused(change: str) -> None:
         Engine(before).generate(PROMPT, 4)
     with pytest.warns(SpecdecWarning, match="1 of 1 prompts failed"):
         assert isinstance(Engine(before).generate_batch([PROMPT])[0].error, TargetError)
+
+
+WITHIN: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a forward": (set_decoder_forward, "the forward of this LlamaModel was replaced by"),
+    "a hook": (
+        lambda model: model.model.register_forward_hook(lambda *given: None),
+        "this LlamaModel has the forward hook",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", WITHIN)
+def test_what_is_done_around_a_decoder_is_followed_by_whole_forwards(change: str) -> None:
+    """A target that was made before refuses it."""
+    model: Any = new_model("llama")
+    before = TransformersTarget(model)
+    apply, message = WITHIN[change]
+    apply(model)
+    target = TransformersTarget(model)
+    assert target.runner.name == "modules"
+    assert message in target.plan.reason
+    assert Engine(target, drafter="lookahead").generate(PROMPT, 8).token_ids == reference(model, PROMPT, 8)
+    with pytest.raises(TargetError):
+        Engine(before).generate(PROMPT, 4)
 
 
 def test_a_patch_of_the_class_itself(monkeypatch: pytest.MonkeyPatch) -> None:
