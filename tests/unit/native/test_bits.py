@@ -1,7 +1,7 @@
 """The native library's bits: no row's depend on other rows, and none on the compiler, its level or its tuning.
 
 The driver in ``bits/`` is compiled in several ways; builds of one class of arithmetic have to print the same hashes.
-``scripts/native_bits.py`` has more of them, and tries every combination with ``--all``.
+``scripts/native_bits.py`` has Arm's as well, and tries every combination with ``--all``.
 """
 
 from __future__ import annotations

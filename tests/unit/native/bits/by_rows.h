@@ -22,10 +22,11 @@ static void by_attention(void) {
     enum { DIM = 48, HEADS = 3, SEEN = 37, ROOM = 64, ROWS = 2, WIDTH = HEADS * DIM };
     for (int half = 0; half < 2; half++) {
         group(half ? "attention in bfloat16" : "attention in float32");
-        const char *keys = filled(SEEN * DIM, half, 1), *values = filled(SEEN * DIM, half, 1);
+        char *keys = memory(SEEN * DIM * 4), *values = memory(SEEN * DIM * 4);
         float *query = memory(ROWS * WIDTH * 4), *scores = memory(ROWS * HEADS * ROOM * 4), *found = memory(2 * ROWS * WIDTH * 4);
         int32_t slots[ROWS * ROOM];
-        fill(query, ROWS * WIDTH, 0, -2);
+        for (int64_t i = 0; i < SEEN * DIM; i++) put(keys, i, half, number(0)), put(values, i, half, number(0));
+        for (int64_t i = 0; i < ROWS * WIDTH; i++) put(query, i, 0, number(0)); /* no large one, which would take all weight */
         for (int32_t n = 0; n < ROWS * ROOM; n++) slots[n] = n % ROOM * 5 % SEEN;
         Seen a = {.query = query, .output = found, .scores = scores, .keys = keys, .values = values, .slots = slots, .rows = ROWS,
                   .heads = HEADS, .dim = DIM, .room = ROOM, .query_stride = WIDTH, .output_stride = WIDTH,
@@ -37,6 +38,32 @@ static void by_attention(void) {
         a.query += WIDTH, a.output += WIDTH, a.count[0] = SEEN, a.slots += ROOM;
         attend(&a);
         same("attention", ROWS, 1, 0, found + ROWS * WIDTH, found, ROWS * WIDTH, 'f');
+    }
+}
+
+/* Blocks of a panel times one row, by one version of each loop of products; `by_products` tries all of them. */
+static void by_one_block(void) {
+    enum { INPUTS = 256 };
+    static Decoded decoded;
+    static const char *const names[] = {"Q4_K", "NF4_64"};
+    group("a panel of blocks");
+    for (int n = 0; n < 2; n++) {
+        const Product p = quantised(EXACT_QUANTISED, INPUTS, PANEL, 1, names + n, 0, 0);
+        const WeightFormat *f = specdec_format(p.parts->format);
+        const uint8_t *panel = p.parts->weight;
+        float sums[PANEL] = {0}, x[2 * INPUTS];
+        fill(x, INPUTS, 0, 0);
+        if (n) {
+            multiply_vectors(f, panel, INPUTS, x, INPUTS, sums, 0, 1, PANEL / LANES);
+            tell(sums, PANEL, 'f');
+            continue;
+        }
+        decode_blocks(f, panel, 0, INPUTS / CHUNK, 0, &decoded);
+        multiply_exact(&decoded, x, INPUTS, sums, INPUTS / CHUNK, f->offset, f->minima, 0, 1, PANEL / LANES, 1);
+        tell(sums, PANEL, 'f');
+        round_row(x, INPUTS);
+        multiply_whole(&decoded, (const int32_t *)x, INPUTS, sums, INPUTS / CHUNK, f->offset, f->minima, 0, 1, PANEL / LANES, 1);
+        tell(sums, PANEL, 'f');
     }
 }
 

@@ -19,7 +19,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
-static inline __m256i emulated_dpbusd(__m256i sum, __m256i codes, __m256i row) {
+__attribute__((noinline)) static __m256i emulated_dpbusd(__m256i sum, __m256i codes, __m256i row) {
     uint8_t unsigned_bytes[32];
     int8_t signed_bytes[32];
     int32_t sums[8];
@@ -45,7 +45,7 @@ static inline __m256i emulated_dpbusd(__m256i sum, __m256i codes, __m256i row) {
 int main(int count, char **arguments) {
     quick = count > 1 && !strcmp(arguments[1], "quick");
     printf("%s\n", specdec_arithmetic());
-    by_rows(), by_attention(), by_slots();
+    by_rows(), by_attention(), by_one_block(), by_slots();
 #ifdef SMALL
     try_scores(0), try_scores(1), try_ranks();
 #else
