@@ -15,16 +15,21 @@ import torch
 from specdec import Draft
 from specdec.step.batched_rows import Batch
 from specdec.step.block import Block
+from specdec.step.cache import KVCache
 from specdec.target import TargetOutput
 
-__all__ = ["Text", "run_together", "text"]
+__all__ = ["Text", "beside", "run_together", "text"]
 
 
 class Text:
-    """What a target holds of one text's committed tokens."""
+    """What a target, or layers that have a cache of their own, hold of one text's committed tokens.
 
-    def __init__(self, target: Any, *, capacity: int, rows: int) -> None:
-        self._target, self._cache = target, target.new_cache(capacity=capacity, rows=rows)
+    Args:
+        of: the target that runs the text, if any.
+    """
+
+    def __init__(self, cache: KVCache, of: Any = None) -> None:
+        self._cache, self._target = cache, of
 
     @property
     def length(self) -> int:
@@ -32,8 +37,14 @@ class Text:
         length: int = self._cache.length
         return length
 
+    @property
+    def grown(self) -> int:
+        """How often room for more tokens was taken."""
+        grown: int = self._cache.grown
+        return grown
+
     def rows(
-        self, tokens: Draft | Sequence[int], parents: Sequence[int] | None, *, first: int = 0, again: bool = True
+        self, tokens: Draft | Sequence[int], parents: Sequence[int] | None = None, *, first: int = 0, again: bool = True
     ) -> Block:
         """The rows of a forward, see :meth:`run`."""
         if isinstance(tokens, Draft):
@@ -41,8 +52,11 @@ class Text:
         depths = list[int]()
         for parent in parents or ():
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        place: dict[str, Any] = {"device": self._target.device, "backend": self._target.backend, "again": again}
-        return Block(self._cache, tokens, parents=parents, depths=depths or None, first=first, **place)
+        place = {"device": torch.device("cpu"), "backend": "auto"}
+        if self._target is not None:
+            place = {"device": self._target.device, "backend": self._target.backend}
+        shape: dict[str, Any] = {"parents": parents, "depths": depths or None, "first": first, "again": again}
+        return Block(self._cache, tokens, **shape, **place)
 
     def run(
         self,
@@ -78,11 +92,25 @@ class Text:
             self.commit(range(len(piece)))
         return self
 
+    def blank(self, length: int) -> Text:
+        """As if ``length`` tokens were committed whose keys and values are zeros, with all room taken; the text."""
+        self._cache.length = length
+        self._cache.reserve(self._cache.capacity)
+        for group in self._cache.groups:
+            group.keys.zero_()
+            group.values.zero_()
+        return self
+
     def next_logits(self, token: int) -> torch.Tensor:
         """[V] behind one more token, which is not committed."""
         logits = self.run([token]).logits
         assert logits is not None
         return logits[0]
+
+    def stored(self, rows: int = 0) -> list[torch.Tensor]:
+        """[1, heads, n, width] keys of the committed tokens and ``rows`` more, layer by layer; then their values."""
+        count = self.length + rows
+        return [part[:, :, :count] for part in (*self._cache.keys, *self._cache.values)]
 
     def keys(self, count: int) -> list[torch.Tensor]:
         """[layers, 1, heads, n, width] keys of the first ``count`` slots of each group of layers, or of all it has."""
@@ -91,12 +119,17 @@ class Text:
 
 def text(target: Any, *, capacity: int = 64, rows: int = 32) -> Text:
     """An empty text of up to ``capacity`` tokens, whose forwards have up to ``rows`` rows."""
-    return Text(target, capacity=capacity, rows=rows)
+    return Text(target.new_cache(capacity=capacity, rows=rows), target)
+
+
+def beside(specs: Sequence[Any], *, capacity: int = 64, rows: int = 32) -> Text:
+    """The same of layers with a cache of their own, such as a head's: of a drafter's step, or of a runner."""
+    return Text(KVCache(specs, capacity=capacity, rows=rows))
 
 
 def run_together(texts: Sequence[Text], drafts: Sequence[Draft], *, again: bool = True, **options: Any) -> TargetOutput:
     """One forward of a draft of each text; their rows lie one after the other."""
-    batch = Batch([own.rows(draft, None) for own, draft in zip(texts, drafts, strict=True)])
+    batch = Batch([own.rows(draft) for own, draft in zip(texts, drafts, strict=True)])
     batch.again = batch.again and again
     output: TargetOutput = texts[0]._target.forward(batch, **options)
     return output

@@ -13,8 +13,7 @@ from specdec.errors import SpecdecWarning
 from specdec.runners import choice as choices
 from specdec.runners.cuda import CudaRunner
 from specdec.runners.rotary import rotate, signed
-from specdec.step.batched_rows import Batch
-from specdec.step.block import Block
+from tests import seam
 from tests.launching import launch
 from tests.models import new_model, prompt_of
 
@@ -114,8 +113,7 @@ def test_a_model_is_itself(family: str) -> None:
     outputs = []
     for one in (target, plain):
         with one.active():
-            cache = one.new_cache(capacity=20, rows=8)
-            outputs.append(one.forward(Block.of(draft, cache, one.device), taps={0, 1, 2}))
+            outputs.append(seam.text(one, capacity=20, rows=8).run(draft, taps={0, 1, 2}))
     for layer in range(3):
         assert torch.allclose(outputs[0].taps[layer], outputs[1].taps[layer], rtol=1e-3, atol=1e-4)
     for sampling in (None, SamplingParams(temperature=0.8, seed=1)):
@@ -135,15 +133,12 @@ def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch
     made, found = len(recorder.made), []
     for together in (False, True):
         with target.active():
-            caches = [target.new_cache(capacity=20, rows=8) for _ in drafts]
-            for cache, text in zip(caches, ([7, 8, 9], [7], [8, 8, 7, 7, 9, 9, 9, 8, 7]), strict=True):
-                for start in range(0, len(text), 8):
-                    target.forward(Block(cache, text[start : start + 8], device=target.device, again=False), rows=())
-                    cache.commit(range(len(text[start : start + 8])))
-            blocks = [Block.of(draft, cache, target.device) for draft, cache in zip(drafts, caches, strict=True)]
-            for block in blocks:
-                block.again = replayed and together
-            outputs = [target.forward(rows) for rows in ([Batch(blocks)] if together else blocks)]
+            tokens = ([7, 8, 9], [7], [8, 8, 7, 7, 9, 9, 9, 8, 7])
+            each = [seam.text(target, capacity=20, rows=8).fill(part, 8, again=False) for part in tokens]
+            if together:
+                outputs = [seam.run_together(each, drafts, again=replayed)]
+            else:
+                outputs = [own.run(draft, again=False) for own, draft in zip(each, drafts, strict=True)]
         found.append(torch.cat([output.hidden for output in outputs]))
     assert recorder.made[made:] == ([16] if replayed else [])
     assert torch.allclose(*found, rtol=1e-3, atol=1e-4)
@@ -157,14 +152,9 @@ def test_a_text_beyond_the_model_s_length_has_its_graphs_recorded_anew(monkeypat
     target = TransformersTarget(new_model("llama", torch.float32, **SMALL), execution="fused", owned=True)
     made = []
     for length in (3, 400, 410):
-        cache = target.new_cache(capacity=500, rows=8)
-        cache.length = length
-        cache.reserve(500)
-        for group in cache.groups:
-            group.keys.zero_()
-            group.values.zero_()
+        own = seam.text(target, capacity=500, rows=8).blank(length)
         with target.active():
-            target.forward(Block(cache, [5], device=target.device))
+            own.run([5])
         made.append(len(recorder.made))
     assert made[1] == made[0] + 1
     assert made[2] == made[1]

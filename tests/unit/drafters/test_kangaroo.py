@@ -25,8 +25,8 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.native.library import library
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
-from specdec.step.block import Block
 from specdec.step.tree import Draft
+from tests import seam
 from tests.fakes import Spy
 from tests.models import new_model, prompt_of, random_adapter
 from training.kangaroo import NewAdapter, new_adapter
@@ -100,16 +100,18 @@ def test_a_guess_behind_a_sibling_sees_its_own_path(variant: str, dtype: torch.d
     adapter = adapter_of(variant, dtype=dtype, hidden_size=64, key_heads=2)
     head = torch.nn.Linear(64, 32, dtype=dtype).requires_grad_(False)
     step = AdapterStep(adapter, head)
-    parents, depths = [-1, 0, 0, 1, 2, 2, 4], [0, 1, 1, 2, 2, 2, 3]
+    parents = [-1, 0, 0, 1, 2, 2, 4]
     texts = [torch.randn(1, 5 + len(parents), 64, dtype=dtype) for _ in range(2)]
     caches = [AdapterCache(step, 12, len(parents)) for _ in texts]
     for text, cache in zip(texts, caches, strict=True):
         guess_on(step, text[0, :5], cache)
     for first, last in pairwise((0, 1, 3, 6, 7)):
-        tree = {"parents": parents[:last], "depths": depths[:last], "first": first}
         found = step.guess(
             [
-                Nodes(text[0, 5 + first : 5 + last], Block(cache, range(first, last), **tree))
+                Nodes(
+                    text[0, 5 + first : 5 + last],
+                    seam.Text(cache).rows(range(first, last), parents[:last], first=first),
+                )
                 for text, cache in zip(texts, caches, strict=True)
             ]
         )
@@ -134,7 +136,7 @@ def test_a_whole_layer_in_one_native_call(key_heads: int) -> None:
 def guess_on(step: AdapterStep, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
     """[1, d] of what follows ``features`` [T, D], the next positions of a text."""
     rows = range(len(features))
-    (found,) = step.guess([Nodes(features, Block(cache, rows))])
+    (found,) = step.guess([Nodes(features, seam.Text(cache).rows(rows))])
     cache.commit(rows)
     return found
 

@@ -22,9 +22,8 @@ from specdec.drafting.registry import make_drafter
 from specdec.errors import CheckpointError, ConfigError, SpecdecWarning
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
-from specdec.step.block import Block
-from specdec.step.cache import KVCache
 from specdec.step.tree import Entry
+from tests import seam
 from tests.models import greedy, model_of, new_model, prompt_of, target_of
 from tests.quantised_files import quantised_file
 
@@ -83,12 +82,12 @@ def test_logits_are_those_of_the_model_without_these_parts(family: str, executio
     with torch.no_grad():
         ids = torch.tensor([PROMPT])
         expected = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-    cache = KVCache(target.specs, capacity=16, rows=8)
+    own = seam.beside(target.specs, capacity=16, rows=8)
     run = SkippedForward(target, skip)
-    (first,) = run([Block(cache, PROMPT[:5])])
-    cache.commit(range(5))
+    (first,) = run([own.rows(PROMPT[:5])])
+    own.commit(range(5))
     tree = (PROMPT[5], 3, *PROMPT[6:9])  # below the root a wrong sibling first
-    (second,) = run([Block(cache, tree, parents=[-1, 0, 0, 2, 3], depths=[0, 1, 1, 2, 3])])
+    (second,) = run([own.rows(tree, [-1, 0, 0, 2, 3])])
     # Gemma's own softmax is in float32, whatever the dtype; native layers are.
     close = 1e-4 if is_packed else 1e-5
     torch.testing.assert_close(torch.cat((first, second[[0, 2, 3, 4]])), expected, rtol=0, atol=close)
@@ -107,18 +106,18 @@ def test_native_halves_make_the_whole_layer(family: str, tmp_path: Path) -> None
         target = TransformersTarget(model, execution="native", owned=True)
     assert target.runner.name == "native"
     attends, rest = (halves_of(target, part) for part in ("mlp", "attention"))
-    cache, other = (target.new_cache(capacity=16, rows=8) for _ in range(2))
+    own, other = (seam.text(target, capacity=16, rows=8) for _ in range(2))
     for tokens in (PROMPT[:5], PROMPT[5:9]):
-        block, beside = Block(cache, tokens), Block(other, tokens)
+        beside = other.rows(tokens)
         given = target.embed(tokens)
         for layer in range(target.num_layers):
             entry = Entry(layer, given)
-            whole = target.forward(block, entry=entry, exit_layer=layer + 1, rows=()).hidden
+            whole = own.run(tokens, entry=entry, exit_layer=layer + 1, rows=()).hidden
             between, _ = attends.run(given, beside, layer, layer + 1, ())
             got, _ = rest.run(between, beside, layer, layer + 1, ())
             assert torch.equal(got, whole)
             given = whole
-        cache.commit(range(len(tokens)))
+        own.commit(range(len(tokens)))
         other.commit(range(len(tokens)))
 
 
@@ -127,8 +126,8 @@ def test_several_sequences_share_a_pass_through_half_layers() -> None:
     run = SkippedForward(target, Skip.of([1], attention=[0], mlp=[2]))
     prompts = [PROMPT[:5], PROMPT[3:], PROMPT[:2]]
 
-    def blocks() -> list[Block]:
-        return [Block(KVCache(target.specs, capacity=16, rows=8), prompt) for prompt in prompts]
+    def blocks() -> list[Any]:
+        return [seam.beside(target.specs, capacity=16, rows=8).rows(prompt) for prompt in prompts]
 
     for alone, together in zip((run([block])[0] for block in blocks()), run(blocks()), strict=True):
         torch.testing.assert_close(alone, together)
@@ -151,12 +150,10 @@ def test_half_layers_leave_the_model_as_it_is() -> None:
     model = new_model("llama")
     before = {name: id(module) for name, module in model.named_modules()}
     target = TransformersTarget(model)
-    logits = SkippedForward(target, Skip.of((), mlp=[0, 1, 2]))([Block(target.new_cache(capacity=9, rows=9), PROMPT)])[
-        0
-    ]
+    logits = SkippedForward(target, Skip.of((), mlp=[0, 1, 2]))([seam.text(target).rows(PROMPT)])[0]
     assert {name: id(module) for name, module in model.named_modules()} == before
     model.model.layers[0].self_attn.o_proj.weight.data.mul_(2)
-    again = SkippedForward(target, Skip.of((), mlp=[0, 1, 2]))([Block(target.new_cache(capacity=9, rows=9), PROMPT)])[0]
+    again = SkippedForward(target, Skip.of((), mlp=[0, 1, 2]))([seam.text(target).rows(PROMPT)])[0]
     assert not torch.equal(logits, again)
 
 

@@ -21,9 +21,7 @@ from drafters.shared.vocabulary import DraftVocabulary
 from specdec import Engine, SamplingParams
 from specdec.drafting.registry import make_drafter
 from specdec.native import library as native
-from specdec.step.block import Block
-from specdec.step.cache import KVCache
-from tests import heads
+from tests import heads, seam
 from tests.models import VOCAB, prompt_of
 from tests.unit.drafters.test_native_chain import SIZE, _wide_heads, target_of
 from tests.unit.native.test_blocks import level
@@ -82,27 +80,27 @@ def steps(
 
 
 class Text:
-    """One sequence's cache in a head, and hidden states of a target for its text."""
+    """One sequence in a head, and hidden states of a target for its text."""
 
     def __init__(self, step: BlockStep, seed: int) -> None:
-        self.step, self.cache = step, KVCache(step.specs, capacity=40, rows=40)
+        self.step, self.own = step, seam.beside(step.specs, capacity=40, rows=40)
         generator = torch.Generator().manual_seed(seed)
         self.features = torch.randn(40, TAPS * SIZE, generator=generator).to(step.dtype)
 
     def next(self, rows: int) -> torch.Tensor:
-        return self.features[self.cache.length :][:rows]
+        return self.features[self.own.length :][:rows]
 
     def absorb(self, *chunks: int) -> None:
         for rows in chunks:
-            self.step.absorb(Block(self.cache, range(rows)), self.next(rows))
-            self.cache.commit(range(rows))
+            self.step.absorb(self.own.rows(range(rows)), self.next(rows))
+            self.own.commit(range(rows))
 
     def blank(self, rows: int) -> Blank:
-        return Blank(Block(self.cache, [0] * rows + self.step.tokens(3 + rows)), self.next(rows))
+        return Blank(self.own.rows([0] * rows + self.step.tokens(3 + rows)), self.next(rows))
 
     def stored(self) -> list[torch.Tensor]:
         """Keys and values of the text, of all layers."""
-        return [part[:, :, : self.cache.length].clone() for part in (*self.cache.keys, *self.cache.values)]
+        return [part.clone() for part in self.own.stored()]
 
 
 def told(sequels: list[Sequel]) -> list[torch.Tensor]:
@@ -117,7 +115,7 @@ def passes(step: BlockStep, chunks: tuple[int, ...] = (7, 4)) -> list[torch.Tens
     for sizes in ((1, 2), (3, 1)):
         found += told(step.run([text.blank(size) for text, size in zip(texts, sizes, strict=True)]))
         for text, size in zip(texts, sizes, strict=True):
-            text.cache.commit(range(size))
+            text.own.commit(range(size))
     return found + [part for text in texts for part in text.stored()]
 
 

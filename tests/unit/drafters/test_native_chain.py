@@ -21,9 +21,7 @@ from specdec import Engine, SamplingParams
 from specdec.drafting.registry import make_drafter
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
-from specdec.step.block import Block
-from specdec.step.cache import KVCache
-from tests import heads
+from tests import heads, seam
 from tests.models import VOCAB, new_model, prompt_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -89,7 +87,7 @@ def told(guesses: list[Guess]) -> list[torch.Tensor]:
 def passes(step: ChainStep, kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """Of two sequences of different lengths: their text, a level of a tree, and one below that; then text again."""
     generator, taps = torch.Generator().manual_seed(1), 1 if kind == "eagle1" else 3
-    caches = [KVCache(step.specs, capacity=32, rows=16) for _ in range(2)]
+    texts = [seam.beside(step.specs, capacity=32, rows=16) for _ in range(2)]
     found = list[torch.Tensor]()
 
     def features(rows: int) -> torch.Tensor:
@@ -101,23 +99,23 @@ def passes(step: ChainStep, kind: str, dtype: torch.dtype) -> list[torch.Tensor]
         return guesses
 
     for sizes in ((7, 4), (1, 2)):
-        both = [*zip(caches, sizes, strict=True)]
-        two, one = run([Nodes(Block(own, prompt_of(size)), features(size)) for own, size in both])
+        both = [*zip(texts, sizes, strict=True)]
+        two, one = run([Nodes(own.rows(prompt_of(size)), features(size)) for own, size in both])
         for own, size in both:
             own.commit(range(size - 1))
-        siblings = Block(caches[0], [3, 7], parents=[-1, 0, 0], depths=[0, 1, 1], first=1)
+        siblings = texts[0].rows([3, 7], [-1, 0, 0], first=1)
         level = [
             Nodes(siblings, states=two.states.expand(2, -1), asked=2),
-            Nodes(Block(caches[1], [5], first=1), states=one.states),
+            Nodes(texts[1].rows([5], first=1), states=one.states),
         ]
         wide, chain = run(level)
-        deeper = Block(caches[0], [4, 2, 9], parents=[-1, 0, 0, 1, 2, 2], depths=[0, 1, 1, 2, 2, 2], first=3)
+        deeper = texts[0].rows([4, 2, 9], [-1, 0, 0, 1, 2, 2], first=3)
         below = [
             Nodes(deeper, states=wide.states[[0, 1, 1]], asked=3),
-            Nodes(Block(caches[1], [8], first=2), states=chain.states),
+            Nodes(texts[1].rows([8], first=2), states=chain.states),
         ]
         run(below)
-        for own in caches:
+        for own in texts:
             own.commit([0])
     return found
 
@@ -167,7 +165,7 @@ def test_rows_do_not_depend_on_the_rows_beside_them(tmp_path: Path, monkeypatch:
     hidden = torch.randn(6, 3 * SIZE, generator=torch.Generator().manual_seed(3))
 
     def nodes(size: int) -> Nodes:
-        return Nodes(Block(KVCache(step.specs, capacity=9, rows=9), prompt_of(size)), hidden[:size], asked=2)
+        return Nodes(seam.beside(step.specs, capacity=9, rows=9).rows(prompt_of(size)), hidden[:size], asked=2)
 
     together = step.guess([nodes(6), nodes(3)])
     for size, guess in zip((6, 3), together, strict=True):

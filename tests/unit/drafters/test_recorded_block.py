@@ -13,13 +13,11 @@ from drafters.heads.block_step import Blank, BlockStep
 from drafters.heads.loading import load_head
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec import TransformersTarget
-from specdec.step.block import Block
-from specdec.step.cache import KVCache
-from tests import heads
+from tests import heads, seam
 from tests.launching import Recorder, fused, launch
 from tests.models import VOCAB, new_model
 
-SIZE, HERE = 32, torch.device("cpu")
+SIZE = 32
 KINDS: dict[str, Callable[[], tuple[dict[str, Any], heads.Tensors]]] = {
     "dflash": lambda: heads.dflash(SIZE, VOCAB),
     "own embedding": lambda: heads.dflash(SIZE, VOCAB, own=True, block=4),
@@ -46,19 +44,19 @@ def step_of(made: tuple[dict[str, Any], heads.Tensors], folder: Path, target: Tr
 
 def passes(step: BlockStep) -> list[torch.Tensor]:
     """Of two texts, together and alone: new rows of each, and a block; the last has more rows than are recorded."""
-    caches = [KVCache(step.specs, capacity=60, rows=30) for _ in range(2)]
+    texts = [seam.beside(step.specs, capacity=60, rows=30) for _ in range(2)]
     generator, found = torch.Generator().manual_seed(3), list[torch.Tensor]()
     for sizes in ((3, 1), (1,), (2, 4), (1, step.config.block_size), (step.config.block_size + 1,)):
         brought = list[Blank]()
-        for number, (size, cache) in enumerate(zip(sizes, caches, strict=False)):
+        for number, (size, own) in enumerate(zip(sizes, texts, strict=False)):
             tokens = [0] * size + step.tokens(5 + number)
             features = torch.randn(size, 2 * SIZE, generator=generator, dtype=DTYPE)
-            brought.append(Blank(Block(cache, tokens, device=HERE), features))
+            brought.append(Blank(own.rows(tokens), features))
         for sequel in step.run(brought):
             found += [sequel.hidden, sequel.logits]
-        for size, cache in zip(sizes, caches, strict=False):
-            cache.commit(range(size))
-    return [*found, *(stored[0][0, :, : caches[0].length] for stored in (caches[0].keys, caches[0].values))]
+        for size, own in zip(sizes, texts, strict=False):
+            own.commit(range(size))
+    return [*found, *(texts[0].stored()[layer][0] for layer in (0, len(step.specs)))]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,9 +17,7 @@ from specdec import Engine, TransformersTarget
 from specdec.drafting.registry import make_drafter
 from specdec.errors import SpecdecWarning
 from specdec.step import device_copies
-from specdec.step.block import Block
-from specdec.step.cache import KVCache
-from tests import heads
+from tests import heads, seam
 from tests.launching import Kernels, Recorder, fused, launch
 from tests.models import VOCAB, new_model, prompt_of
 from tests.unit.runners.test_launches import Launches
@@ -54,19 +52,16 @@ def both(kind: str, folder: Path, dtype: torch.dtype = DTYPE) -> list[ChainStep]
 
 
 class Texts:
-    """Two texts of different lengths in a head's caches."""
+    """Two texts of different lengths in a head."""
 
     def __init__(self, step: ChainStep, kind: str) -> None:
         self.step, self.taps = step, 1 if kind == "eagle1" else 3
-        self.caches = [KVCache(step.specs, capacity=40, rows=16) for _ in range(2)]
+        self.each = [seam.beside(step.specs, capacity=40, rows=16) for _ in range(2)]
         self.found = list[torch.Tensor]()
         self._generator = torch.Generator().manual_seed(1)
 
     def features(self, rows: int) -> torch.Tensor:
         return torch.randn(rows, SIZE * self.taps, generator=self._generator, dtype=torch.float64).to(self.step.dtype)
-
-    def block(self, own: int, tokens: Any, **options: Any) -> Block:
-        return Block(self.caches[own], tokens, device=torch.device("cpu"), **options)
 
     def run(self, *nodes: Nodes) -> list[Guess]:
         guesses = self.step.guess(nodes)
@@ -77,20 +72,20 @@ class Texts:
 def passes(texts: Texts) -> list[torch.Tensor]:
     """Text rows of both, a level of a tree and the next token of a chain, a level below; then text again."""
     for sizes in ((7, 4), (1, 2), (3, 16)):
-        rows = [Nodes(texts.block(own, prompt_of(size)), texts.features(size)) for own, size in enumerate(sizes)]
+        rows = [
+            Nodes(own.rows(prompt_of(size)), texts.features(size)) for own, size in zip(texts.each, sizes, strict=True)
+        ]
         two, one = texts.run(*rows)
-        for cache, size in zip(texts.caches, sizes, strict=True):
-            cache.commit(range(size - 1))
-        siblings = texts.block(
-            0, device_copies.Later(torch.tensor([3, 7])), parents=[-1, 0, 0], depths=[0, 1, 1], first=1
-        )
+        for own, size in zip(texts.each, sizes, strict=True):
+            own.commit(range(size - 1))
+        siblings = texts.each[0].rows(device_copies.Later(torch.tensor([3, 7])), [-1, 0, 0], first=1)
         (wide,) = texts.run(Nodes(siblings, states=two.states.expand(2, -1), asked=2))
-        (chain,) = texts.run(Nodes(texts.block(1, [5], first=1), states=one.states))
-        deeper = texts.block(0, [4, 2, 9], parents=[-1, 0, 0, 1, 2, 2], depths=[0, 1, 1, 2, 2, 2], first=3)
-        last = Nodes(texts.block(1, device_copies.Later(torch.tensor([8])), first=2), states=chain.states)
+        (chain,) = texts.run(Nodes(texts.each[1].rows([5], first=1), states=one.states))
+        deeper = texts.each[0].rows([4, 2, 9], [-1, 0, 0, 1, 2, 2], first=3)
+        last = Nodes(texts.each[1].rows(device_copies.Later(torch.tensor([8])), first=2), states=chain.states)
         texts.run(Nodes(deeper, states=wide.states[[0, 1, 1]], asked=3), last)
-        for cache in texts.caches:
-            cache.commit([0])
+        for own in texts.each:
+            own.commit([0])
     return texts.found
 
 
@@ -112,7 +107,7 @@ def test_all_depths_are_recorded_as_one_pass(tmp_path: Path, recorder: Recorder)
         texts, features = Texts(step, "peagle"), torch.ones(3, 3 * SIZE, dtype=DTYPE)
         assert step.mask_state is not None
         masks = step.mask_state.expand(4, -1)
-        (guess,) = texts.run(Nodes(texts.block(0, [3, 4, 5, 0, 0, 0, 0]), features, masks, asked=5))
+        (guess,) = texts.run(Nodes(texts.each[0].rows([3, 4, 5, 0, 0, 0, 0]), features, masks, asked=5))
         assert guess.logits.shape == (5, VOCAB)
         found.append(texts.found)
     assert sum(recorder.replays.values())
@@ -125,11 +120,11 @@ def test_text_and_drafted_rows_together_and_many_rows_are_launched(tmp_path: Pat
     for step in both("eagle3", tmp_path):
         texts = Texts(step, "eagle3")
         recorded = sum(recorder.replays.values())
-        texts.run(Nodes(texts.block(0, prompt_of(17)), texts.features(17)))
-        (one,) = texts.run(Nodes(texts.block(1, prompt_of(18)), texts.features(18)))
-        for cache, size in zip(texts.caches, (17, 17), strict=True):
-            cache.commit(range(size))
-        text, drafted = texts.block(0, [4]), texts.block(1, [5], first=1)
+        texts.run(Nodes(texts.each[0].rows(prompt_of(17)), texts.features(17)))
+        (one,) = texts.run(Nodes(texts.each[1].rows(prompt_of(18)), texts.features(18)))
+        for own in texts.each:
+            own.commit(range(17))
+        text, drafted = texts.each[0].rows([4]), texts.each[1].rows([5], first=1)
         texts.run(Nodes(text, texts.features(1)), Nodes(drafted, states=one.states))
         assert sum(recorder.replays.values()) == recorded
         found.append(texts.found)

@@ -12,8 +12,8 @@ from specdec import Engine, SamplingParams
 from specdec.costs.live_curve import LiveCosts
 from specdec.engine import sequence, step_observer
 from specdec.step import forward_passes
-from specdec.step.block import Block
 from specdec.step.first_time import FirstTimes
+from tests import seam
 from tests.launching import fused, launch
 from tests.models import new_model, prompt_of, settings_of
 from tests.tiers import each_once
@@ -103,6 +103,6 @@ def test_the_first_launch_of_a_kind_is_a_first_time_where_nothing_is_recorded(mo
     for rows in (3, 4, 9, 3, 10):
         before = FirstTimes.seen
         with target.active():
-            target.forward(Block(target.new_cache(capacity=1, rows=16), [1] * rows, device=target.device))
+            seam.text(target, capacity=1, rows=16).run([1] * rows)
         counts.append(FirstTimes.seen - before)
     assert counts == [2, 0, 2, 0, 0]

@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.drafting.registry import drafter_names
 from specdec.errors import ConfigError
 from specdec.models.loading import load_model, load_weights
 from specdec.native import library as native
 from specdec.runners.block_weight import BlockWeight, in_bytes
 from specdec.runners.known_layers import in_blocks
 from specdec.runners.linear import PackedLinear, PackedWeight, TiedEmbedding
-from tests import tiers
-from tests.models import settings_of
+from tests import seam
 from tests.quantised_files import FAMILIES, FORMATS, quantised_file
 from tests.sums import InOrder
 
@@ -91,11 +89,8 @@ def test_native_layers_run_them(family: str, tmp_path: Path) -> None:
 
 
 def _logits(target: TransformersTarget) -> torch.Tensor:
-    from specdec.step.block import Block
-
     with target.active():
-        cache = target.new_cache(capacity=16, rows=16)
-        found = target.forward(Block(cache, list(PROMPT), device=target.device)).logits
+        found = seam.text(target).run(PROMPT).logits
     assert found is not None
     return found
 
@@ -181,18 +176,6 @@ def test_rows_in_bytes_need_blocks(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             target_of(path, activations="int8", **options)
-
-
-@needs_compiler
-@pytest.mark.parametrize(("drafter", "family"), tiers.matrix(drafter_names(), ("llama", "mixtral"), first=tiers.FEW))
-def test_no_drafter_changes_a_token(drafter: str, family: str, tmp_path: Path) -> None:
-    """Not one of mixed formats, greedy and drawn; heads and adapters read the quantised head."""
-    target = target_of(quantised_file(tmp_path / "small.gguf", MIXED, family=family))
-    for settings in settings_of(drafter, target, tmp_path)[:2]:
-        for sampling in (SamplingParams(), SamplingParams(temperature=1.2, seed=3, acceptance="match")):
-            plain = Engine(target, None, "none", **SMALL).generate(PROMPT, 30, sampling)
-            out = Engine(target, None, settings, **SMALL).generate(PROMPT, 30, sampling)
-            assert out.token_ids == plain.token_ids, settings
 
 
 @needs_compiler

@@ -12,13 +12,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.drafting.registry import drafter_names
+from specdec import Engine, TransformersTarget
 from specdec.errors import ConfigError, SpecdecWarning, TargetError
 from specdec.native import library as native
 from specdec.runners.experts import KnownExperts, PackedExperts
-from specdec.step.block import Block
-from tests import models, tiers
+from tests import models, seam
 from tests.sums import InOrder
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -92,22 +90,12 @@ def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(family: str, dtype: to
 def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
     target, tokens = native_target("mixtral", dtype), models.prompt_of(9)
     with target.active():
-        cache, hidden = target.new_cache(capacity=16, rows=16), target.embed(tokens)
-        alone = target.runner.run(hidden, Block(cache, tokens, device=target.device), 0, 3, ())[0]
+        own, hidden = seam.text(target), target.embed(tokens)
+        alone = target.runner.run(hidden, own.rows(tokens), 0, 3, ())[0]
         hidden = torch.cat([hidden, torch.full_like(hidden[:1], torch.nan)])
-        found = target.runner.run(hidden, Block(cache, [*tokens, 3], device=target.device), 0, 3, ())[0]
+        found = target.runner.run(hidden, own.rows([*tokens, 3]), 0, 3, ())[0]
     assert torch.equal(found[:-1], alone)
     assert bool(found[-1].isnan().all())
-
-
-@pytest.mark.parametrize(("drafter", "family"), tiers.matrix(drafter_names(), FAMILIES, first=tiers.FEW))
-def test_no_drafter_changes_a_token(drafter: str, family: str, tmp_path: Path) -> None:
-    """In bfloat16, greedy and drawn."""
-    target, prompt = native_target(family, torch.bfloat16), models.prompt_of(9)
-    for settings in models.settings_of(drafter, target, tmp_path)[:2]:
-        for sampling in (SamplingParams(), SamplingParams(temperature=1.2, seed=3, acceptance="match")):
-            plain = Engine(target, None, "none", **SMALL).generate(prompt, 30, sampling)
-            assert Engine(target, None, settings, **SMALL).generate(prompt, 30, sampling).token_ids == plain.token_ids
 
 
 # The model that they replace the weights of.

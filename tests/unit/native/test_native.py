@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from drafters.kangaroo.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.drafting.joint_forward import ForwardRows, forward_together
-from specdec.drafting.registry import drafter_names
 from specdec.native import library as native
 from specdec.native import scores as scores_module
 from specdec.native import types
@@ -26,11 +24,9 @@ from specdec.runners.boundary_ops import Joints
 from specdec.runners.linear import HeadOf, PackedWeight, TiedEmbedding, linear_kernel
 from specdec.sampling.noise import Noise
 from specdec.sampling.sampler import Sampler
-from specdec.step.block import Block
 from specdec.step.tree import Draft, Entry
 from specdec.target import FINAL
-from tests import models
-from tests.models import settings_of
+from tests import models, seam
 from tests.sums import InOrder, rounding_of
 from tests.unit.drafters.test_kangaroo import guess_on
 
@@ -231,17 +227,16 @@ def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(
     tree = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
     for length in (1, 5, 8, 21):
         with target.active():
-            cache = target.new_cache(capacity=64, rows=8)
+            own = seam.text(target, rows=8)
             for token in models.prompt_of(length):
-                plain(target, cache, token)
-            blocks = [Block.of(tree, cache, target.device)]
-            logits = target.forward(blocks[0], taps=(2,))
+                plain(own, token)
+            logits = own.run(tree, taps=(2,))
             for path in ((0, 1, 3, 5, 6), (0, 2, 4)):
-                alone = target.new_cache(capacity=64, rows=8)
+                alone = seam.text(target, rows=8)
                 for token in models.prompt_of(length):
-                    plain(target, alone, token)
+                    plain(alone, token)
                 for row in path:
-                    output = plain(target, alone, tree.tokens[row])
+                    output = plain(alone, tree.tokens[row])
                     assert torch.equal(output.logits[0], logits.logits[row]), (length, row)
                     assert torch.equal(output.taps[2][0], logits.taps[2][row]), (length, row)
 
@@ -262,15 +257,15 @@ def test_a_tree_after_a_long_text(family: str, heads: tuple[int, int, int], dtyp
         text, found = models.prompt_of(length), []
         for steps in ([range(len(parents))], [[0, *range(1, 41)]], [[0, 1, 2, 3, 41, 42, 43]], [[0, 46, 47, 48]]):
             with target.active():
-                cache = target.new_cache(capacity=400, rows=300)
-                target.forward(Block(cache, text, device=target.device))
-                cache.commit(range(length))
+                own = seam.text(target, capacity=400, rows=300)
+                own.run(text)
+                own.commit(range(length))
                 if len(steps[0]) == len(parents):
-                    found.append(target.forward(Block.of(tree, cache, target.device)).logits)
+                    found.append(own.run(tree).logits)
                 else:
                     logits = []
                     for row in steps[0]:
-                        logits.append(plain(target, cache, tree.tokens[row]).logits[0])
+                        logits.append(plain(own, tree.tokens[row]).logits[0])
                     assert torch.equal(torch.stack(logits), found[0][list(steps[0])]), length
 
 
@@ -279,11 +274,9 @@ def test_a_tree_after_a_long_text(family: str, heads: tuple[int, int, int], dtyp
 def test_a_walk_in_two_parts_is_the_whole_walk_bit_for_bit(dtype: torch.dtype) -> None:
     target, tokens = native_target("qwen3", dtype), models.prompt_of(9)
     with target.active():
-        whole, parted = (target.new_cache(capacity=16, rows=16) for _ in range(2))
-        expected = target.forward(Block(whole, tokens, device=target.device)).logits
-        block = Block(parted, tokens, device=target.device)
-        shallow = target.forward(block, exit_layer=2).hidden
-        found = target.forward(block, entry=Entry(2, shallow)).logits
+        expected, parted = seam.text(target).run(tokens).logits, seam.text(target)
+        shallow = parted.run(tokens, exit_layer=2).hidden
+        found = parted.run(tokens, entry=Entry(2, shallow)).logits
     assert torch.equal(found, expected)
 
 
@@ -295,11 +288,10 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, top_k: 
     """Chosen rows are those of all; a tie's first token is taken, as by torch; a row that is NaN has none."""
     target, tokens = native_target("llama", dtype, vocab_size=vocab, tie_word_embeddings=True), [3, 4, 5, 6]
     with target.active():
-        cache = target.new_cache(capacity=16, rows=16)
-        block = Block(cache, tokens, device=target.device)
-        whole = target.forward(block, taps=(FINAL,), top_k=top_k)
-        part = target.forward(block, rows=(1, 3), top_k=top_k)
-        assert target.forward(block, taps=(FINAL,), rows=()).logits is None
+        own = seam.text(target)
+        whole = own.run(tokens, taps=(FINAL,), top_k=top_k)
+        part = own.run(tokens, rows=(1, 3), top_k=top_k)
+        assert own.run(tokens, taps=(FINAL,), rows=()).logits is None
         assert torch.equal(target.head(whole.taps[FINAL]), whole.logits)
         assert torch.equal(part.logits, whole.logits[[1, 3]])
         assert whole.scores(None).largest() == whole.logits.argmax(-1).tolist()
@@ -308,7 +300,7 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, top_k: 
             hidden = torch.full((4, target.hidden_size), value, dtype=dtype)
             with torch.no_grad():
                 entry = Entry(target.num_layers, hidden)
-                entered = target.forward(block, entry=entry, rows=(2,), top_k=top_k)
+                entered = own.run(tokens, entry=entry, rows=(2,), top_k=top_k)
             assert entered.scores((2,)).largest() == [found], value
 
 
@@ -319,15 +311,15 @@ def test_tokens_are_embedded_in_the_same_call(dtype: torch.dtype) -> None:
     target, tokens = native_target("llama", dtype, vocab_size=101, tie_word_embeddings=True), [3, 100, 0, 64]
     assert target.runner.looks_up
     with target.active():
-        cache = target.new_cache(capacity=16, rows=16)
-        found = target.forward(Block(cache, tokens), taps=(0,))
+        own = seam.text(target)
+        found = own.run(tokens, taps=(0,))
         embedded = target.embed(tokens)
         assert torch.equal(embedded, target.model.get_input_embeddings().weight[tokens])
         assert torch.equal(found.taps[0], embedded)
-        assert torch.equal(target.forward(Block(cache, tokens), entry=Entry(0, embedded)).logits, found.logits)
+        assert torch.equal(own.run(tokens, entry=Entry(0, embedded)).logits, found.logits)
         for none in (101, -1):
             with pytest.raises(IndexError, match="no embedding for one of its tokens"):
-                target.forward(Block(cache, [3, none]))
+                own.run([3, none])
 
 
 @needs_compiler
@@ -342,9 +334,7 @@ def test_the_likeliest_tokens_are_found_with_the_logits(
     torch.set_num_threads(threads)
     try:
         with target.active():
-            blocks = [
-                Block(target.new_cache(capacity=16, rows=16), ids, device=target.device) for ids in ([3, 4, 5], [6, 7])
-            ]
+            blocks = [seam.text(target).rows(ids) for ids in ([3, 4, 5], [6, 7])]
             parts = [ForwardRows(block, rows, top_k=32) for block, rows in zip(blocks, (None, (1,)), strict=True)]
             outputs = forward_together(target, parts)
             outputs.append(target.forward(blocks[0], top_k=32))
@@ -443,10 +433,7 @@ def test_what_comes_next_is_drawn_with_the_logits(dtype: torch.dtype, threads: i
     torch.set_num_threads(threads)
     try:
         with target.active():
-            blocks = [
-                Block(target.new_cache(capacity=16, rows=16), ids, device=target.device)
-                for ids in ([3, 4, 5], [6, 7], [8, 9, 10])
-            ]
+            blocks = [seam.text(target).rows(ids) for ids in ([3, 4, 5], [6, 7], [8, 9, 10])]
             for position in range(20):
                 blocks[0].draw, blocks[2].draw = (0.8, noise.key(position)), (1.5, noise.key(position + 1))
                 wanted = (None, None, (0, 2))
@@ -491,10 +478,10 @@ def test_no_second_look_is_taken_for_the_first_draw(drafter: str, monkeypatch: p
         assert engine.generate(prompt, 40, params).token_ids == other
 
 
-def plain(target: TransformersTarget, cache: Any, token: int) -> Any:
+def plain(own: seam.Text, token: int) -> Any:
     """One token by itself."""
-    output = target.forward(Block(cache, [token], device=target.device), taps=(2,))
-    cache.commit((0,))
+    output = own.run([token], taps=(2,))
+    own.commit((0,))
     return output
 
 
@@ -538,10 +525,10 @@ def test_an_adapter_s_layer_and_head_are_one_call(dtype: torch.dtype) -> None:
         for first, last in ((0, 2), (2, 3)):
             parts = [text[first:last] for text in texts]
             if together:
-                blocks = [Block(cache, range(last - first)) for cache in caches]
-                found += of.guess([Nodes(part, block) for part, block in zip(parts, blocks, strict=True)])
-                for cache in caches:
-                    cache.commit(range(last - first))
+                each, rows = [*map(seam.Text, caches)], range(last - first)
+                found += of.guess([Nodes(part, own.rows(rows)) for part, own in zip(parts, each, strict=True)])
+                for own in each:
+                    own.commit(rows)
             else:
                 found += [guess_on(of, part, cache) for part, cache in zip(parts, caches, strict=True)]
         return found
@@ -550,21 +537,6 @@ def test_an_adapter_s_layer_and_head_are_one_call(dtype: torch.dtype) -> None:
     assert all(map(torch.equal, one, other))
     for found, expected in zip(one, guesses(apart, together=True), strict=True):
         torch.testing.assert_close(found, expected, **({} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.2}))
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("drafter", drafter_names())
-@pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_no_drafter_changes_a_token_of_bfloat16_either(family: str, drafter: str, tmp_path: Path) -> None:
-    """Where the best logits are often nearer than rounding, greedy and drawn; rounding itself does not change."""
-    target = native_target(family, torch.bfloat16)
-    for settings in settings_of(drafter, target, tmp_path)[:2]:
-        for sampling in (SamplingParams(), SamplingParams(temperature=1.5, seed=3, acceptance="match")):
-            for prompt in (models.prompt_of(7), models.prompt_of(33)):
-                plain = Engine(target, None, "none", **SMALL).generate(prompt, 60, sampling)
-                out = Engine(target, None, settings, **SMALL).generate(prompt, 60, sampling)
-                assert out.token_ids == plain.token_ids, settings
 
 
 @needs_compiler
@@ -578,8 +550,7 @@ def test_what_is_no_number_spreads_as_in_the_model(dtype: torch.dtype) -> None:
             with torch.no_grad():
                 target.model.get_input_embeddings().weight[5] = float("nan")
         with target.active():
-            cache = target.new_cache(capacity=16, rows=16)
-            logits = target.forward(Block(cache, [3, 4, 5, 6], device=target.device)).logits
+            logits = seam.text(target).run([3, 4, 5, 6]).logits
         assert logits is not None
         found.append(logits)
     assert [bool(row.isnan().all()) for row in found[1]] == [False, False, True, True]
@@ -598,8 +569,7 @@ def test_threads_change_nothing(rows: int, dtype: torch.dtype) -> None:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             with target.active():
-                cache = target.new_cache(capacity=64, rows=40)
-                found.append(target.forward(Block(cache, prompt[:rows], device=target.device)).logits)
+                found.append(seam.text(target, rows=40).run(prompt[:rows]).logits)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(found[0], other) for other in found[1:])
@@ -615,11 +585,11 @@ def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, heads: tuple[int,
     target, tokens, found = native_target(family, dtype, **sizes_of(heads)), models.prompt_of(70), []
     for step in (70, 13, 1):
         with target.active():
-            cache, logits = target.new_cache(capacity=80, rows=70), []
+            own, logits = seam.text(target, capacity=80, rows=70), []
             for begin in range(0, 70, step):
                 part = tokens[begin : begin + step]
-                logits.append(target.forward(Block(cache, part, device=target.device)).logits)
-                cache.commit(range(len(part)))
+                logits.append(own.run(part).logits)
+                own.commit(range(len(part)))
         found.append(torch.cat(logits))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -641,8 +611,7 @@ def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> N
                 theirs = model(torch.tensor([tokens])).logits[0]
         target = TransformersTarget(model, execution="native")
         with target.active():
-            cache = target.new_cache(capacity=80, rows=70)
-            ours = target.forward(Block(cache, tokens, device=target.device)).logits
+            ours = seam.text(target, capacity=80, rows=70).run(tokens).logits
         assert ours is not None
         off, most = ((found.double() - exact).abs().mean() for found in (ours, theirs))
         assert off < (1.05 if dtype is torch.float32 else 0.9) * most

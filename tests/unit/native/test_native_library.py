@@ -199,14 +199,13 @@ def test_a_process_that_compiles_for_ever_is_not_waited_for(
 WITHOUT_TILES = """
 import torch
 from specdec import TransformersTarget
-from specdec.step.block import Block
 from specdec.native import library as native
 native.library().specdec_tiles = lambda: 0
-from tests import models
+from tests import models, seam
 model = models.new_model("llama", torch.bfloat16, hidden_size=96, head_dim=64, num_attention_heads=4)
 target = TransformersTarget(model, execution="native")
 with target.active():
-    target.forward(Block(target.new_cache(capacity=64, rows=40), models.prompt_of(40), device=target.device))
+    seam.text(target, rows=40).run(models.prompt_of(40))
 print(native.products(), native.digest_of_library())
 """
 

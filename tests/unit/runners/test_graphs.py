@@ -24,8 +24,6 @@ from specdec.runners.cuda import CudaRunner
 from specdec.runners.graphs import CudaRecorder
 from specdec.runners.runner import LayerRunner
 from specdec.step import device_copies
-from specdec.step.batched_rows import Batch
-from specdec.step.block import Block
 from specdec.step.cache import KVCache
 from specdec.step.pages import PagePool
 from specdec.step.tree import Entry
@@ -33,7 +31,7 @@ from specdec.target import FINAL
 from tests import seam
 from tests.launching import Recorder, fused, launch
 from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
-from tests.tiers import FEW, matrix
+from tests.tiers import turns
 
 SIZES = {"max_position_embeddings": 2048}
 TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 9, 10, 8, 12, 5)
@@ -60,15 +58,13 @@ class Both:
 
     def __init__(self, family: str, **sizes: Any) -> None:
         self.targets = [fused(new_model(family, torch.float64, **sizes)) for _ in range(2)]
-        self.caches = [target.new_cache(capacity=1500, rows=200) for target in self.targets]
+        self.texts = [seam.text(target, capacity=1500, rows=200) for target in self.targets]
 
     def forward(self, tokens: Sequence[int], parents: Sequence[int], **options: Any) -> list[Any]:
         draft, outputs = Draft(tokens, parents), []
-        for again, target, cache in zip((True, False), self.targets, self.caches, strict=True):
-            shape = {} if draft.is_chain else {"parents": draft.parents, "depths": draft.depths}
-            block = Block(cache, tokens, **shape, device=target.device, again=again)
+        for again, target, own in zip((True, False), self.targets, self.texts, strict=True):
             with target.active():
-                outputs.append(target.forward(block, **options))
+                outputs.append(own.run(draft, again=again, **options))
         return outputs
 
     def compare(self, outputs: list[Any]) -> None:
@@ -77,15 +73,14 @@ class Both:
             assert (getattr(one, name) - getattr(other, name)).abs().max() < 1e-11
         assert one.taps.keys() == other.taps.keys()
         assert all((one.taps[tap] - other.taps[tap]).abs().max() < 1e-11 for tap in one.taps)
-        first, second = self.caches
+        first, second = self.texts
         assert first.length == second.length
-        for mine, theirs in zip((*first.keys, *first.values), (*second.keys, *second.values), strict=True):
-            seen = slice(0, min(first.length, mine.shape[2]))
-            assert (mine[:, :, seen] - theirs[:, :, seen]).abs().max() < 1e-11
+        for mine, theirs in zip(first.stored(), second.stored(), strict=True):
+            assert (mine - theirs).abs().max() < 1e-11
 
     def commit(self, path: Sequence[int]) -> None:
-        for cache in self.caches:
-            cache.commit(path)
+        for own in self.texts:
+            own.commit(path)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
@@ -109,11 +104,11 @@ def test_steps_are_those_that_are_launched(family: str, recorder: Recorder) -> N
             tokens = [(3 * row + number) % VOCAB for row in range(rows)]
             both.compare(both.forward(tokens, parents, taps={0, 2, FINAL}))
             both.commit([0, 2, 5] if parents == list(TREE) else range(min(rows, 2)))
-    grown = [cache.grown for cache in both.caches]
-    while both.caches[0].length < 1100:
+    grown = [own.grown for own in both.texts]
+    while both.texts[0].length < 1100:
         both.forward([5] * 60, chain(60), rows=())
         both.commit(range(60))
-    assert ([cache.grown for cache in both.caches] != grown) == (family != "mistral")
+    assert ([own.grown for own in both.texts] != grown) == (family != "mistral")
     for rows in (1, 6, 33):
         both.compare(both.forward([9] * rows, tree(rows)))
     assert sorted(set(recorder.made)) == [1, 2, 4, 8, 16, 32, 64, 128]
@@ -142,7 +137,7 @@ def test_layers_in_parts(recorder: Recorder) -> None:
     assert found[0][1].taps.keys() == {1, 2}
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), matrix(drafter_names(), [None, SAMPLED, TEMPERED], first=FEW))
+@pytest.mark.parametrize(("drafter", "sampling"), turns(drafter_names(), [None, SAMPLED, TEMPERED]))
 def test_texts_are_those_of_steps_that_are_launched(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
 ) -> None:
@@ -180,7 +175,12 @@ def test_one_graph_does_for_two_engines_and_for_texts_that_alternate(recorder: R
 
 @pytest.mark.parametrize(
     ("drafter", "family", "sampling"),
-    matrix(["none", "token_recycling", "kangaroo", "draft_model"], ["llama", "mistral"], [None, SAMPLED, TEMPERED]),
+    turns(
+        ["none", "token_recycling", "kangaroo", "draft_model"],
+        ["llama", "mistral"],
+        [None, SAMPLED, TEMPERED],
+        first=None,
+    ),
 )
 def test_texts_of_a_batch_are_those_of_each(
     family: str, drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
@@ -284,7 +284,7 @@ def test_the_walk_and_the_commit_are_in_the_graph(
 
 @pytest.mark.parametrize(
     ("drafter", "family", "sampling"),
-    matrix(drafter_names(), ["llama", "mistral"], [None, SAMPLED], first=["token_recycling"]),
+    turns(drafter_names(), ["llama", "mistral"], [None, SAMPLED], first=["token_recycling"]),
 )
 def test_texts_in_pages_are_plain_decoding_s(
     family: str, drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
@@ -381,13 +381,12 @@ def test_threads_share_graphs(recorder: Recorder) -> None:
 
 def test_rows_of_a_block_that_was_made_before_its_cache_grew_are_refused(recorder: Recorder) -> None:
     target = fused(new_model("llama", torch.float64, **SIZES))
-    cache = target.new_cache(capacity=1500, rows=8)
     for again in (True, False):
-        block = Block(cache, [3], device=target.device, again=again)
-        cache.reserve(cache.groups[0].size + 1)
+        own = seam.text(target, capacity=1500, rows=8)
+        block = own.rows([3], again=again)
+        own.blank(0)
         with target.active(), pytest.raises(TargetError, match="cache grew 1 times after a block of 1 rows was made"):
             target.forward(block)
-        cache = target.new_cache(capacity=1500, rows=8)
 
 
 def test_what_is_recorded_beforehand_is_not_recorded_in_a_text(recorder: Recorder) -> None:
@@ -421,10 +420,9 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
     decoding = engine.start(PROMPT, 4)
     with target.active():
         decoding.prefill()
-        cache = target.new_cache(capacity=300, rows=200)
-        target.forward(Block(cache, [3] * 129, device=target.device))
-        caches = [target.new_cache(capacity=80, rows=70) for _ in range(3)]
-        target.forward(Batch([Block(cache, [3] * 65, device=target.device) for cache in caches]))  # 4 x 128
+        seam.text(target, capacity=300, rows=200).run([3] * 129)
+        texts = [seam.text(target, capacity=80, rows=70) for _ in range(3)]
+        seam.run_together(texts, [Draft.chain([3] * 65)] * 3)  # 4 x 128
     named = fused(new_model("llama", torch.float64), attention="split")
     assert Engine(named).generate(PROMPT, 4).token_ids == reference(target.model, PROMPT, 4)
     assert (len(recorder.made), sum(recorder.replays.values())) == (made, replays)
