@@ -33,7 +33,7 @@ class ChatAnswer(Answer):
         self, plan: Plan, model: str, tokenizer: Any, max_rows: int, names: TokenNames, *, style: Style | None
     ) -> None:
         assert isinstance(plan.fields, ChatRequest)
-        tools = plan.fields.tools or ()
+        tools = () if plan.fields.tool_choice == "none" else plan.fields.tools or ()
         marked = style is not None and plan.forced is None and bool(tools)
         read = style if marked and style is not None else Style()
         marks = (*read.marks, *read.others, *(THINK_MARKS if plan.thinking else ()))

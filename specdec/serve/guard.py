@@ -23,7 +23,7 @@ HEADER_BYTES = 64 << 10
 """Limit of a request's headers, in bytes."""
 
 _ID = re.compile(r"[!-~]{1,128}")  # visible ASCII
-_OPEN = ("/", "/health", "/version")  # these paths reveal nothing of other clients' requests
+_OPEN = ("/", "/health", "/ping", "/version")  # these paths reveal nothing of other clients' requests
 
 
 class Guard:

@@ -101,7 +101,8 @@ def test_calls_on_a_template_without_a_place_for_tools(spoken: Running, speaker:
     assert (found["content"], reason) == ("Let me see.\n", "tool_calls")
     (call,) = found["tool_calls"]
     assert call["function"] == {"name": "look", "arguments": '{"at": "here"}'}
-    assert "tool_calls" not in message(spoken)[0]
+    for without in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        assert "<tool_call>" in message(spoken, **without)[0]["content"]
 
 
 def test_tools_and_history_are_written_as_text(spoken: Running) -> None:
