@@ -16,6 +16,8 @@ import pydantic_core
 
 from specdec.serve.choices import Choice, Piece
 from specdec.serve.figures import acceptance_of, timings_of, usage_of
+from specdec.serve.logprobs import TokenNames
+from specdec.serve.marks import special_tokens
 from specdec.serve.plan import Plan
 from specdec.serve.trace import trace_json
 
@@ -57,7 +59,13 @@ class Answer(ABC):
         }
         prompts = [prompt for prompt in plan.prompts for _ in range(plan.n)]
         stops = plan.stops, plan.fields.min_tokens or 0
-        self.choices = [Choice(place, tokenizer, prompt, hidden, stops) for place, prompt in enumerate(prompts)]
+        told = plan.prompt_tops is not None
+        if told and hidden is None:
+            hidden = special_tokens(tokenizer)
+        self.choices = [
+            Choice(place, tokenizer, prompt, hidden, stops, len(prompt) - 1 if told else 0, plan.empty)
+            for place, prompt in enumerate(prompts)
+        ]
         if not plan.requests:  # max_tokens is 0
             for choice in self.choices:
                 choice.finish_reason = "length"
@@ -90,9 +98,33 @@ class Answer(ABC):
             chunks[0]["specdec"] = trace_json(piece.step, self._tokenizer)
         return chunks
 
+    def _prompt_logprobs(self, choice: Choice, names: TokenNames) -> list[Json | None]:
+        """vLLM's ``prompt_logprobs``: of each token of the prompt, the first of which has none."""
+        found: list[Json | None] = [None]
+        for one in choice.prompt_logprobs:
+            tops = [(token, value, rank) for rank, (token, value) in enumerate(one.top[: self._plan.prompt_tops], 1)]
+            if all(token != one.token_id for token, _, _ in tops):
+                tops.insert(0, (one.token_id, one.logprob, 0))
+            found.append(
+                {
+                    str(token): {
+                        "logprob": max(value, -9999.0),
+                        "rank": rank or None,
+                        "decoded_token": names.text(token),
+                    }
+                    for token, value, rank in tops
+                }
+            )
+        return found
+
     def closing(self) -> Json:
         """The last chunk: the token usage, where the request asked for it."""
         return {**self._chunk([]), **self._figures()}
+
+    def ending(self) -> list[Json]:
+        """The values that end a stream, once all choices have ended."""
+        options = self._plan.fields.stream_options
+        return [self.closing()] if options is not None and options.include_usage else []
 
     def whole(self) -> Json:
         """The JSON of the whole answer, once all choices have ended."""
@@ -105,12 +137,18 @@ class Answer(ABC):
         prompt, new = sum(map(len, self._plan.prompts)), sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
+    def _reasoning_tokens(self) -> int:
+        """The number of tokens of the answers' thinking."""
+        return 0
+
     def _figures(self) -> Json:
         plan, stats = self._plan, [choice.stats for choice in self.choices if choice.stats is not None]
         counts = self._counts()
         acceptance = acceptance_of(stats, self._max_rows, per_step=plan.speculation.per_step)
         return {
-            "usage": usage_of(counts["prompt_tokens"], counts["completion_tokens"], stats, plan.n),
+            "usage": usage_of(
+                counts["prompt_tokens"], counts["completion_tokens"], stats, plan.n, self._reasoning_tokens()
+            ),
             "metrics": {"speculative_decoding": acceptance},
             "timings": timings_of(stats),
         }

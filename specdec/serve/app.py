@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -16,12 +15,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from specdec.serve.about import about_routes
 from specdec.serve.endpoints import Endpoint, GenerationEndpoint
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from specdec.serve.fields import DetokenizeRequest, TokenizeRequest
 from specdec.serve.guard import Guard
 from specdec.serve.lanes import Lane
-from specdec.serve.plan import Plan
+from specdec.serve.protocols import Protocols
 from specdec.serve.reading import read
 from specdec.serve.service import Service
 from specdec.version import __version__
@@ -70,17 +70,7 @@ def make_app(service: Service) -> Starlette:
 
 
 def _routes(service: Service) -> list[Route]:
-    ignores = service.config.unknown_fields == "ignore"
-
-    def chat(lane: Lane, body: bytes) -> Plan:
-        fields, ignored = read(ChatRequest, body, ignores=ignores)
-        service.check_model(fields.model)
-        return replace(lane.planner.chat(fields), ignored=ignored)
-
-    def completion(lane: Lane, body: bytes) -> Plan:
-        fields, ignored = read(CompletionRequest, body, ignores=ignores)
-        service.check_model(fields.model)
-        return replace(lane.planner.completion(fields), ignored=ignored)
+    protocols = Protocols(service)
 
     def tokenize(lane: Lane, body: bytes) -> dict[str, Any]:
         return _tokenize(service, lane, body)
@@ -108,8 +98,12 @@ def _routes(service: Service) -> list[Route]:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = [
-        Route("/v1/chat/completions", GenerationEndpoint(service, chat), methods=["POST"]),
-        Route("/v1/completions", GenerationEndpoint(service, completion), methods=["POST"]),
+        Route("/v1/chat/completions", GenerationEndpoint(service, protocols.chat), methods=["POST"]),
+        Route("/v1/completions", GenerationEndpoint(service, protocols.completion), methods=["POST"]),
+        Route("/v1/responses", GenerationEndpoint(service, protocols.responses), methods=["POST"]),
+        Route("/v1/responses/{name}", _response(service), methods=["GET", "DELETE"]),
+        Route("/v1/messages", GenerationEndpoint(service, protocols.messages), methods=["POST"]),
+        Route("/v1/messages/count_tokens", Endpoint(service, protocols.count), methods=["POST"]),
         Route("/tokenize", Endpoint(service, tokenize), methods=["POST"]),
         Route("/detokenize", Endpoint(service, detokenize), methods=["POST"]),
         Route("/v1/models", models),
@@ -117,6 +111,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/health", health),
         Route("/version", version),
         Route("/metrics", metrics),
+        *about_routes(service),
     ]
     page = files("specdec.serve") / "page.html"
     if page.is_file():
@@ -127,6 +122,17 @@ def _routes(service: Service) -> list[Route]:
 
         routes.append(Route("/", show))
     return routes
+
+
+def _response(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def stored(request: Request) -> Response:
+        owner, name = request.scope.get("specdec.owner", ""), request.path_params["name"]
+        if request.method == "DELETE":
+            service.responses.delete(owner, name)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return JSONResponse(service.responses.get(owner, name).response)
+
+    return stored
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -190,7 +196,7 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 
 async def _told(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body, error.status, error.headers)
+    return JSONResponse(error.body_of(request.url.path), error.status, error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

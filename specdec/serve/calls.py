@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.serve.call_styles import STYLES, Call, Reading, Style, Types, json_calls
+from specdec.serve.call_styles import Call, Hermes, Reading, Style, Types, json_calls
 from specdec.serve.thinking import Split, Thinking
 
 __all__ = ["CallReader", "Delta", "MessageReader"]
@@ -28,10 +28,10 @@ class CallReader:
         self,
         forced: str | None = None,
         marked: bool = False,
-        style: Style = STYLES["hermes"],
+        style: Style | None = None,
         types: Types | None = None,
     ) -> None:
-        self._forced, self._marked, self._style, self._types = forced, marked, style, types or {}
+        self._forced, self._marked, self._style, self._types = forced, marked, style or Hermes(), types or {}
         self._held = ""
         self._call: Reading | None = None  # of the call that the held text begins with
         self._gap, self._said = "", False  # what stands before that call, and whether there is content since the latest

@@ -33,7 +33,7 @@ class ChatAnswer(Answer):
         self, plan: Plan, model: str, tokenizer: Any, max_rows: int, names: TokenNames, *, style: Style | None
     ) -> None:
         assert isinstance(plan.fields, ChatRequest)
-        tools = plan.fields.tools or ()
+        tools = () if plan.fields.tool_choice == "none" else plan.fields.tools or ()
         marked = style is not None and plan.forced is None and bool(tools)
         read = style if marked and style is not None else Style()
         marks = (*read.marks, *read.others, *(THINK_MARKS if plan.thinking else ()))
@@ -52,6 +52,11 @@ class ChatAnswer(Answer):
             *(self._chunk([_piece(choice, {}, choice.finish_reason)]) for choice in ended),
         ]
 
+    def whole(self) -> Json:
+        told = self._plan.fields.prompt_logprobs is not None
+        more = {"prompt_logprobs": self._prompt_logprobs(self.choices[0], self._names)} if told else {}
+        return {**super().whole(), **more}
+
     def _pieces(self, choice: Choice, piece: Piece) -> list[Json]:
         logprobs = None if self._plan.logprobs is None else self._names.chat(piece.logprobs)
         always = logprobs is not None or piece.traced
@@ -68,6 +73,12 @@ class ChatAnswer(Answer):
         message = _message(self._readers[choice.index].read(choice.text, True))
         reason = self._reason(choice)
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _reasoning_tokens(self) -> int:
+        if self._plan.thinking is None:
+            return 0
+        close = self._tokenizer.get_added_vocab().get(THINK_MARKS[1])
+        return sum(choice.tokens.index(close) + 1 for choice in self.choices if close in choice.tokens)
 
     def _reason(self, choice: Choice) -> str | None:
         calls = self._readers[choice.index].count > 0

@@ -8,6 +8,7 @@ from typing import Any
 from specdec.results import TokenLogprobs
 from specdec.serve.answers import Answer, Json
 from specdec.serve.choices import Choice, Piece
+from specdec.serve.fields import CompletionRequest
 from specdec.serve.logprobs import Offsets, TokenNames
 from specdec.serve.plan import Plan
 
@@ -26,13 +27,17 @@ class CompletionAnswer(Answer):
 
     def __init__(self, plan: Plan, model: str, tokenizer: Any, max_rows: int, names: TokenNames) -> None:
         super().__init__(plan, model, tokenizer, max_rows)
-        self._names = names
+        self._names, self._echo = names, isinstance(plan.fields, CompletionRequest) and bool(plan.fields.echo)
+        self._texts = [
+            tokenizer.decode(prompt, skip_special_tokens=True) if self._echo else "" for prompt in plan.prompts
+        ]
         told = self.choices if plan.logprobs is not None else ()
-        self._offsets = [Offsets(names, tokenizer, plan.prompts[choice.index // plan.n]) for choice in told]
+        before = [() if self._echo else prompt for prompt in plan.prompts]
+        self._offsets = [Offsets(names, tokenizer, before[choice.index // plan.n]) for choice in told]
 
     def opening(self) -> list[Json]:
-        ended = [choice for choice in self.choices if choice.finish_reason is not None]
-        return [self._chunk([_piece(choice, "", choice.finish_reason)]) for choice in ended]
+        told = [choice for choice in self.choices if choice.finish_reason is not None or self._echo]
+        return [self._chunk([_piece(choice, self._text(choice), choice.finish_reason)]) for choice in told]
 
     def _pieces(self, choice: Choice, piece: Piece) -> list[Json]:
         logprobs = self._logprobs(choice, piece.logprobs)
@@ -41,7 +46,28 @@ class CompletionAnswer(Answer):
         return [_piece(choice, piece.text, choice.finish_reason, logprobs)]
 
     def _choice(self, choice: Choice) -> Json:
-        return _piece(choice, choice.text, choice.finish_reason, self._logprobs(choice, choice.logprobs))
+        found = _piece(choice, self._text(choice) + choice.text, choice.finish_reason)
+        if self._echo and self._plan.logprobs is not None:
+            found["logprobs"] = self._echoed(choice)
+        else:
+            found["logprobs"] = self._logprobs(choice, choice.logprobs)
+        if self._plan.fields.prompt_logprobs is not None:
+            found["prompt_logprobs"] = self._prompt_logprobs(choice, self._names)
+        return found
+
+    def _text(self, choice: Choice) -> str:
+        """The prompt's text where it is a part of the answer, else an empty one."""
+        return str(self._texts[choice.index // self._plan.n])
+
+    def _echoed(self, choice: Choice) -> Json:
+        """Log-probabilities of the prompt's tokens, of which the first has none, and the answer's."""
+        first = TokenLogprobs(self._plan.prompts[choice.index // self._plan.n][0], 0.0)
+        all_ = [first, *choice.prompt_logprobs, *choice.logprobs]
+        most = self._plan.logprobs
+        cut = [TokenLogprobs(one.token_id, one.logprob, one.top[:most]) for one in all_]
+        told = self._names.completion(cut, self._offsets[choice.index].of([one.token_id for one in cut]))
+        told["token_logprobs"][0] = told["top_logprobs"][0] = None
+        return told
 
     def _logprobs(self, choice: Choice, found: Sequence[TokenLogprobs]) -> Json | None:
         if self._plan.logprobs is None:

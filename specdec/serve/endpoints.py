@@ -40,7 +40,7 @@ class Endpoint:
         self._service, self._answer = service, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, began = Reply(send), perf_counter()
+        reply, began = Reply(send, scope["path"], scope.get("specdec.owner", "")), perf_counter()
         seconds = self._service.config.request_timeout
         try:
             async with asyncio.timeout(seconds or None):
@@ -82,16 +82,16 @@ class GenerationEndpoint(Endpoint):
 
     Args:
         service: the service that decodes.
-        plan: makes a plan from a body, in a lane.
+        plan: makes a plan from a body and its owner, in a lane.
     """
 
-    def __init__(self, service: Service, plan: Callable[[Lane, bytes], Plan]) -> None:
+    def __init__(self, service: Service, plan: Callable[[Lane, bytes, str], Plan]) -> None:
         super().__init__(service)
         self._plan = plan
 
     async def reply(self, body: bytes, reply: Reply) -> None:
         service = self._service
-        plan = await service.lane(body).call(self._plan, body)
+        plan = await service.lane(body).call(self._plan, body, reply.owner)
         work = _Generation(service, plan)
         try:
             await work.run(reply)
@@ -145,9 +145,7 @@ class _Generation:
             finally:
                 await reply.events(pieces)  # also those of other choices that came before an error
         await self._count_predicted()
-        options = self._plan.fields.stream_options
-        if options is not None and options.include_usage:
-            await reply.events([answer.closing()])
+        await reply.events(answer.ending())
         await reply.end_stream()
 
     async def _count_predicted(self) -> None:
@@ -160,7 +158,7 @@ class _Generation:
                 stats.accepted_prediction_tokens = accepted = appeared(predicted, choice.tokens)
                 stats.rejected_prediction_tokens = len(predicted) - accepted
 
-        if any(request.prediction for request in self._plan.requests):
+        if self._plan.fields.prediction is not None and any(request.prediction for request in self._plan.requests):
             await self._service.lanes[-1].call(count)
 
     def _take(self, index: int, update: Update) -> None:

@@ -40,6 +40,23 @@ class ApiError(SpecdecError):
         """The JSON object of the error."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
+    def body_of(self, path: str) -> dict[str, Any]:
+        """The JSON object of the error in the form of a path's protocol: OpenAI's, or Anthropic's."""
+        if not path.startswith("/v1/messages"):
+            return self.body
+        usual = "invalid_request_error" if self.status < 500 else "api_error"
+        return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, usual), "message": str(self)}}
+
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 _WORDS = {
     "max_new_tokens": "max_tokens",

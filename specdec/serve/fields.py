@@ -40,6 +40,8 @@ class Fields(BaseModel):
     """Fields of OpenAI and vLLM that this server accepts and ignores."""
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields of OpenAI and vLLM that this server lacks -> their values that ask for nothing, which it accepts."""
+    why: ClassVar[dict[str, str]] = {"suffix": "and fill-in-the-middle is not served here"}
+    """Why a field of those is refused, where more is to be said than that."""
     keeps_empty: ClassVar[bool] = True
     """Whether an empty text or list is the value of an optional field, in place of nothing."""
 
@@ -169,7 +171,7 @@ class Generating(Fields):
         **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)),
         **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "return_token_ids"), (False,)),
         **dict.fromkeys(("return_tokens_as_token_ids",), (False,)),
-        **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+        **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens"), ()),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words"), ()),
         "length_penalty": (1,),
         "priority": (0,),
@@ -199,6 +201,7 @@ class Generating(Fields):
     prediction: Prediction | None = None
     speculation: Speculation | None = None
     cache_salt: str | None = Field(None, max_length=256)
+    prompt_logprobs: Int | None = Field(None, ge=0, le=20)
 
 
 class ChatRequest(Generating):
@@ -234,11 +237,11 @@ class CompletionRequest(Generating):
         **Generating.refused,
         "add_special_tokens": (True,),
         "best_of": (1,),
-        "echo": (False,),
         "suffix": (),
     }
 
     prompt: Prompts
+    echo: bool | None = None
     logprobs: Int | None = Field(None, ge=0, le=20)
 
 

@@ -13,7 +13,7 @@ __all__ = ["acceptance_of", "timings_of", "usage_of"]
 Json = dict[str, Any]
 
 
-def usage_of(prompt_tokens: int, new_tokens: int, stats: Sequence[Statistics], n: int) -> Json:
+def usage_of(prompt_tokens: int, new_tokens: int, stats: Sequence[Statistics], n: int, reasoning: int = 0) -> Json:
     """OpenAI's ``usage`` of a whole answer, whose prompts have ``n`` choices each, in order."""
     cached = sum(one.reused_tokens for one in stats[::n])
     accepted = sum(getattr(one, "accepted_prediction_tokens", 0) for one in stats)
@@ -26,7 +26,7 @@ def usage_of(prompt_tokens: int, new_tokens: int, stats: Sequence[Statistics], n
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": rejected,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning,
         },
     }
 

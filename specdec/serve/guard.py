@@ -23,7 +23,7 @@ HEADER_BYTES = 64 << 10
 """Limit of a request's headers, in bytes."""
 
 _ID = re.compile(r"[!-~]{1,128}")  # visible ASCII
-_OPEN = ("/", "/health", "/version")  # these paths reveal nothing of other clients' requests
+_OPEN = ("/", "/health", "/ping", "/version")  # these paths reveal nothing of other clients' requests
 
 
 class Guard:
@@ -59,7 +59,7 @@ class Guard:
         try:
             self._check(scope, headers)
         except ApiError as error:
-            answer = JSONResponse(error.body, error.status, {**error.headers, "Connection": "close"})
+            answer = JSONResponse(error.body_of(path), error.status, {**error.headers, "Connection": "close"})
             await answer(scope, receive, send)
             return
         await self._app(scope, self._bounded(receive), send)
@@ -91,6 +91,8 @@ class Guard:
             )
         if self._keys and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get("authorization", "").partition(" ")
+            if scheme == "" and "x-api-key" in headers:  # Anthropic's clients
+                scheme, given = "bearer", headers["x-api-key"]
             digest, right = _digest(given.strip()), False
             for key in self._keys:  # all of them, so that the time does not say which one it is
                 right |= hmac.compare_digest(digest, key)
@@ -102,6 +104,7 @@ class Guard:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
+            scope["specdec.owner"] = digest.hex()
         coding = headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("", "identity"):
             raise ApiError(

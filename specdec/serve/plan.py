@@ -18,6 +18,7 @@ from specdec.serve.errors import ApiError
 from specdec.serve.fields import ChatRequest, CompletionRequest, Generating, NamedTool, Speculation
 from specdec.serve.json_grammar import Grammars
 from specdec.serve.processors import Penalties, bias_of
+from specdec.serve.prompt_first import Anything, PromptFirst, ends_behind
 from specdec.serve.prompts import Encoder, plain_text
 from specdec.serve.structured import Form, Structured
 from specdec.serve.thinking import Thinking
@@ -57,6 +58,8 @@ class Plan:
         form: the form that the answer must have.
         thinking: how the answer begins.
         ignored: names of the request's fields that were not followed.
+        empty: whether the answers are to have no token.
+        answer: makes the answer of a protocol other than the fields', from the arguments of a chat's.
     """
 
     fields: ChatRequest | CompletionRequest
@@ -67,11 +70,19 @@ class Plan:
     form: Form = Form()  # noqa: RUF009  (it is frozen)
     thinking: Thinking = None
     ignored: list[str] = field(default_factory=list)
+    empty: bool = False
+    answer: Callable[..., Any] | None = None
 
     @property
     def forced(self) -> str | None:
         """As :attr:`specdec.serve.structured.Form.forced`."""
         return self.form.forced
+
+    @property
+    def prompt_tops(self) -> int | None:
+        """The number of top tokens listed beside each token of the prompt; None without their log-probabilities."""
+        given = self.fields.prompt_logprobs
+        return self.logprobs if given is None and getattr(self.fields, "echo", None) else given
 
     @property
     def headers(self) -> dict[str, str]:
@@ -159,6 +170,7 @@ class Planner:
         ends = {*(fields.stop_token_ids or ())}
         if chat and self._chat_end is not None and not fields.ignore_eos:
             ends.add(self._chat_end)  # else the answer would go on behind the end of its turn
+        _check_prompt_logprobs(fields)
         speculation = fields.speculation or Speculation.model_validate({})
         options: dict[str, Any] = {"stop": stops, "stop_token_ids": ends, **self._limits.speculation(fields)}
         if fields.ignore_eos:
@@ -177,27 +189,40 @@ class Planner:
             ends |= grammar.ends  # a text that a grammar ends is ended
         closing = sorted((frozenset() if fields.ignore_eos else self._engine.target.eos_ids) | ends)
         options["min_tokens"] = least = self._least(fields, min(budgets), closing)
-        sampling = self._sampling(fields)
-        bias = bias_of(fields.logit_bias, self._engine.target.vocab_size) if fields.logit_bias else None
-        plan = Plan(fields, prompts, [], stops, speculation, form, thinking)
+        plan = Plan(fields, prompts, [], stops, speculation, form, thinking, empty=budget == 0)
         options["logprobs"] = plan.logprobs
-        for prompt, own_budget in zip(prompts, budgets if budget != 0 else (), strict=budget != 0):
-            chain: list[Any] = [bias] if bias is not None else []
-            if fields.presence_penalty or fields.frequency_penalty:
-                chain.append(Penalties(len(prompt), fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0))
-            if least and closing:
-                device = str(self._engine.target.head_device)
-                chain.append(
-                    MinNewTokensLengthLogitsProcessor(len(prompt), least, closing, device)
-                    if grammar is None
-                    else AtLeast(grammar, least, closing)
-                )
-            elif grammar is not None:
-                chain.append(grammar)
+        if plan.prompt_tops is not None:
+            options |= {"eos_ids": frozenset(), "stop_token_ids": ()}  # which the prompt may hold
+            options["logprobs"] = max(plan.prompt_tops, plan.logprobs or 0)
+        elif plan.empty:
+            return plan
+        sampling = self._sampling(fields)
+        for prompt, own_budget in zip(prompts, budgets, strict=True):
+            chain, own_options = self._chain(plan, prompt, least, closing), dict(options)
+            if plan.prompt_tops is not None:
+                behind = len(prompt) - 1
+                own_options |= {"stop_when": ends_behind(len(prompt), closing), "prediction": prompt[1:] or None}
+                own_options["min_tokens"] = behind + least
+                prompt, own_budget = prompt[:1], max(1, behind + own_budget)
             for number in range(plan.n):
                 own = replace(sampling, seed=sampling.seed + number)
-                plan.requests.append(Request(prompt, own_budget, own, logits_processor=chain, **options))
+                plan.requests.append(Request(prompt, own_budget, own, logits_processor=chain, **own_options))
         return plan
+
+    def _chain(self, plan: Plan, prompt: Sequence[int], least: int, closing: Sequence[int]) -> list[Any]:
+        """The processors of a prompt's answers."""
+        fields, grammar, target = plan.fields, plan.form.grammar, self._engine.target
+        chain: list[Any] = [bias_of(fields.logit_bias, target.vocab_size)] if fields.logit_bias else []
+        if fields.presence_penalty or fields.frequency_penalty:
+            chain.append(Penalties(len(prompt), fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0))
+        if plan.prompt_tops is not None:
+            chain.append(PromptFirst(prompt, AtLeast(grammar or Anything(), least, closing)))
+        elif least and closing and grammar is None:
+            device = str(target.head_device)
+            chain.append(MinNewTokensLengthLogitsProcessor(len(prompt), least, [*closing], device))
+        elif grammar is not None:
+            chain.append(AtLeast(grammar, least, closing) if least and closing else grammar)
+        return chain
 
     def _least(self, fields: Generating, budget: int, closing: Sequence[int]) -> int:
         """The answers' least number of tokens; raises ApiError where no answer can have it."""
@@ -227,6 +252,20 @@ class Planner:
             values["temperature"] = 0.0
         seed = secrets.randbits(32) if fields.seed is None else fields.seed
         return SamplingParams(**values, seed=seed)
+
+
+def _check_prompt_logprobs(fields: ChatRequest | CompletionRequest) -> None:
+    """Raises ApiError for what log-probabilities of prompts do not go with."""
+    asked = "prompt_logprobs" if fields.prompt_logprobs is not None else None
+    if isinstance(fields, CompletionRequest) and fields.echo and fields.logprobs is not None:
+        asked = asked or "logprobs"
+    if asked and (fields.stream or fields.prediction is not None):
+        other = "stream" if fields.stream else "prediction"
+        raise ApiError(
+            f"{asked} asks for log-probabilities of the prompt, which do not go with {other}; leave one of them out",
+            param=asked,
+            code="invalid_value",
+        )
 
 
 def _prompts(prompt: str | Sequence[Any]) -> list[Any]:

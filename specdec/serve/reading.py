@@ -14,7 +14,7 @@ from specdec.serve.errors import ApiError
 from specdec.serve.fields import ChatRequest, Fields, Generating, is_empty
 from specdec.serve.other_fields import translated
 
-__all__ = ["read"]
+__all__ = ["checked", "read"]
 
 Kind = TypeVar("Kind", bound=Fields)
 
@@ -36,6 +36,11 @@ def read(kind: type[Kind], body: bytes, *, ignores: bool = False) -> tuple[Kind,
         raise ApiError(f"the body is no JSON: {error}; send one JSON object", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(f"the body is {_short(values)}; send one JSON object", code="invalid_json")
+    return checked(kind, values, ignores=ignores)
+
+
+def checked(kind: type[Kind], values: dict[str, Any], *, ignores: bool = False) -> tuple[Kind, list[str]]:
+    """The same of the body's values; raises as :func:`read` does."""
     ignored: list[str] | None = [] if ignores else None
     if issubclass(kind, Generating):
         values = translated(values, chat=issubclass(kind, ChatRequest), ignored=ignored)
@@ -54,7 +59,7 @@ def _served(kind: type[Fields], values: dict[str, Any]) -> dict[str, Any]:
         asks = value is not None if name == "guided_json" else not is_empty(value)  # {} is a schema, of any JSON
         if asks and value not in nothing:
             raise ApiError(
-                f"{name} is {_short(value)}, which this server does not do; leave the field out"
+                f"{name} is {_short(value)}, {kind.why.get(name, 'which this server does not do')}; leave the field out"
                 + "".join(f", or send {json.dumps(one)}" for one in nothing),
                 param=name,
                 code="unsupported_parameter",

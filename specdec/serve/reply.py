@@ -12,6 +12,9 @@ from specdec.serve.errors import ApiError
 
 __all__ = ["Reply"]
 
+NAMED = ("/v1/responses", "/v1/messages")
+"""Paths whose events have names, and no mark at their end."""
+
 _SILENCE = 1.0, 10.0  # seconds until a stream that has no event yet begins all the same, and between its comments
 _STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -23,14 +26,20 @@ _STREAM = {
 class Reply:
     """Sends an answer to the client, and keeps how much of it was sent.
 
+    Args:
+        send: ASGI's.
+        path: the request's path, which decides the form of events and errors.
+        owner: says whose key the request has.
+
     Attributes:
         status: the HTTP status that was sent.
         note: text for the log.
         stream_headers: headers that a stream has beside its own.
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, path: str = "", owner: str = "") -> None:
+        self._send, self._path, self.owner = send, path, owner
+        self._named = path in NAMED
         self.status, self.note = 0, ""
         self.stream_headers: dict[str, str] = {}
         self._streams = self._done = False
@@ -68,12 +77,16 @@ class Reply:
         """Send JSON values as events."""
         if values:
             self._sent += 1
-            await self._body(b"".join(b"data: " + to_json(value) + b"\n\n" for value in values), more=True)
+            await self._body(b"".join(map(self._event, values)), more=True)
+
+    def _event(self, value: dict[str, Any]) -> bytes:
+        named = b"event: " + value["type"].encode() + b"\n" if self._named else b""
+        return named + b"data: " + to_json(value) + b"\n\n"
 
     async def end_stream(self) -> None:
         """Send the event that ends a stream."""
         self._done = True
-        await self._body(b"data: [DONE]\n\n", more=False)
+        await self._body(b"" if self._named else b"data: [DONE]\n\n", more=False)
 
     async def fail(self, error: ApiError) -> None:
         """Send an error, as an answer or as an event; nothing where the answer has already ended."""
@@ -81,9 +94,10 @@ class Reply:
             return
         if self._streams:
             self._done = True
-            await self._body(b"data: " + to_json(error.body) + b"\n\n", more=False)
+            value = error.body_of(self._path)
+            await self._body(self._event({"type": "error", **value} if self._named else value), more=False)
         else:
-            await self.json(error.body, error.status, error.headers)
+            await self.json(error.body_of(self._path), error.status, error.headers)
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         self.status = status

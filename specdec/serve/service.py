@@ -14,7 +14,7 @@ from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ConfigError, shown, unknown
 from specdec.serve.answers import Answer
-from specdec.serve.call_styles import STYLES, Style, style_of
+from specdec.serve.call_styles import Style
 from specdec.serve.chat import ChatAnswer
 from specdec.serve.completions import CompletionAnswer
 from specdec.serve.config import ServeConfig
@@ -25,6 +25,8 @@ from specdec.serve.lanes import LARGE, Lane
 from specdec.serve.logprobs import TokenNames
 from specdec.serve.metrics import Metrics
 from specdec.serve.plan import Limits, Plan
+from specdec.serve.stored import StoredResponses
+from specdec.serve.styles import STYLES, style_of
 
 __all__ = ["Service", "sampling_defaults", "step_rows"]
 
@@ -45,6 +47,7 @@ class Service:
         prefixes: the cache of prompt prefixes; None where prefixes are not kept.
         draining: whether the server is ending and refuses new requests.
         forced: whether the server ends at once, without waiting for a step.
+        responses: responses that are kept for later requests.
         lanes: threads that plan requests, that for large bodies last.
         answering: the number of requests whose body was read and whose answer has not been sent.
     """
@@ -66,6 +69,7 @@ class Service:
         self.drafters = _drafters(engine, config)
         kept = config.prefix_bytes if config.prefix_bytes is not None else config.cache_bytes or _PREFIX_BYTES
         self.prefixes = PrefixTree(max_bytes=kept) if kept else None
+        self.responses = StoredResponses()
         self._token_names = TokenNames(engine.tokenizer)
         self._style = self._told_style()
 
@@ -104,7 +108,8 @@ class Service:
         engine = self.engine
         arguments = (plan, self.name, engine.tokenizer, engine.max_rows, self._token_names)
         if isinstance(plan.fields, ChatRequest):
-            return ChatAnswer(*arguments, style=self._style)
+            made: Answer = (plan.answer or ChatAnswer)(*arguments, style=self._style)
+            return made
         return CompletionAnswer(*arguments)
 
     def check_ready(self) -> None:

@@ -170,7 +170,7 @@ def test_unknown_fields_may_be_ignored(gate: Gate, caplog: pytest.LogCaptureFixt
             assert http.post(COMPLETIONS, json=body).status_code == 200
             running.settle()
         assert "ignored 'more', 'surprise', 'typical_p'" in caplog.text
-        assert http.post(COMPLETIONS, json={"prompt": [7], "echo": True}).status_code == 400, "it would be missed"
+        assert http.post(COMPLETIONS, json={"prompt": [7], "best_of": 2}).status_code == 400, "it would be missed"
         assert http.post(COMPLETIONS, json={"prompt": [7], "temperature": "hot"}).status_code == 400
 
 

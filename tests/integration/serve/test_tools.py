@@ -15,7 +15,7 @@ from specdec import Engine
 from specdec.costs.curve import CostCurve
 from specdec.errors import ConfigError
 from specdec.models.chat_templates import chat_template_names, with_chat_template
-from specdec.serve.call_styles import STYLES
+from specdec.serve.styles import STYLES
 from tests.fakes import Reciter
 from tests.serving import Running, serving
 
@@ -94,13 +94,15 @@ def message(running: Running, **body: Any) -> tuple[dict[str, Any], str]:
     return whole, choice["finish_reason"]
 
 
+@pytest.mark.slow
 def test_calls_on_a_template_without_a_place_for_tools(spoken: Running, speaker: Speaker) -> None:
     speaker.says('Let me see.\n<tool_call>\n{"name": "look", "arguments": {"at": "here"}}\n</tool_call>')
     found, reason = message(spoken, tools=[TOOL])
     assert (found["content"], reason) == ("Let me see.\n", "tool_calls")
     (call,) = found["tool_calls"]
     assert call["function"] == {"name": "look", "arguments": '{"at": "here"}'}
-    assert "tool_calls" not in message(spoken)[0]
+    for without in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        assert "<tool_call>" in message(spoken, **without)[0]["content"]
 
 
 def test_tools_and_history_are_written_as_text(spoken: Running) -> None:
@@ -161,6 +163,7 @@ def test_thinking_is_told_apart(
     assert (found["reasoning_content"], found["content"], reason) == ("so{} it", "Yes.", "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "prompt_lookup"])
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_form_begins_behind_the_thinking(
@@ -184,6 +187,7 @@ def test_an_answer_without_thinking_may_have_its_form_at_once(spoken: Running, s
     assert found == {"role": "assistant", "content": '{"c":"Paris"}'}
 
 
+@pytest.mark.slow
 def test_another_chat_template(tiny_engine: Engine, tmp_path: Path) -> None:
     assert chat_template_names() == ["chatml", "llama3", "mistral"]
     before = tiny_engine.tokenizer.chat_template
