@@ -17,6 +17,8 @@ from specdec.costs.prices import Rest
 from specdec.drafter import RestingSession
 from specdec.drafting.registry import make_drafter
 from specdec.engine import clocks, decoding, learning
+from specdec.engine import engine as engines
+from specdec.engine import scheduler as batches
 from specdec.step import device_copies
 from tests.fakes import Reciter, Scripted
 from tests.models import prompt_of, settings_of, target_of
@@ -27,7 +29,9 @@ TIMELESS = [*sorted((PACKAGE / "step").glob("*.py")), PACKAGE / "engine/sequence
 
 
 class Own(Scripted):
-    """A session of its own for each sequence, which proposes the root alone."""
+    """A session of its own for each sequence, which proposes the root alone and is shown prompts."""
+
+    taps = frozenset({0})
 
     def __init__(self) -> None:
         super().__init__(lambda context, _: Draft.chain([context.root]))
@@ -58,15 +62,16 @@ def test_seconds_are_divided_among_what_took_them(batch: int, monkeypatch: pytes
 
         monkeypatch.setattr(owner, name, call)
 
-    for module in (clocks, decoding, learning):
+    for module in (batches, clocks, decoding, engines, learning):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     taking(engine.target, "forward", 10)
     taking(Scripted, "propose", 1)
     taking(Scripted, "observe", 2)
     taking(learning, "step", 4)
-    found = engine.generate_batch([[1], [3]], 3, batch=batch) if batch else [engine.generate([1], 3)]
+    found = engine.generate_batch([[1, 2], [3, 4]], 3, batch=batch) if batch else [engine.generate([1, 2], 3)]
     for one in found:
         spent = one.stats.seconds
+        assert spent.prefill == (10 + 4) / len(found) + 2
         assert spent.target == 3 * 10 / len(found)
         assert spent.draft == 2 * (1 + 2)  # the last token needs no draft, and nothing is learned of it
         assert spent.rest == 3 * 4 / len(found)
