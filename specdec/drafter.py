@@ -21,7 +21,7 @@ from specdec.sampling.noise import Noise
 from specdec.sampling.scores import Scores
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step.cache import KVCache
-from specdec.step.forward_passes import Passes, Waited, alone
+from specdec.step.forward_passes import Passes, alone
 from specdec.step.tree import Draft
 from specdec.target import Target
 
@@ -36,6 +36,7 @@ __all__ = [
     "MergingSession",
     "Observation",
     "ReadbackSession",
+    "RestingSession",
     "warm_up",
 ]
 
@@ -59,7 +60,6 @@ class Context:
         policy: the row policy, or None; a drafter that ``plans_rows`` always has one.
         isolated: whether the text depends on the proposed rows, as under ``reject`` and ``typical``. Then rows must
             depend on prompt, seed and options only, not on other sequences or on a clock.
-        waited: seconds that drafting has waited so far; they are subtracted where drafting is timed.
         prediction: the expected tokens of the answer, from its beginning; empty without a prediction.
     """
 
@@ -75,7 +75,6 @@ class Context:
     costs: CostCurve = field(default_factory=lambda: roofline("cpu"))
     policy: RowPolicy | None = None
     isolated: bool = False
-    waited: Waited = field(default_factory=Waited)
     prediction: Sequence[int] = ()
 
     @property
@@ -137,6 +136,21 @@ class ReadbackSession(Protocol):
 
     def readback(self, step: DeviceStep) -> torch.Tensor | None:
         """An int64 tensor for ``Observation.readback``. It is called on accelerators only, so that may be None."""
+
+
+@runtime_checkable
+class RestingSession(Protocol):
+    """A session with taps that can do without the hidden states of text that ran while drafting rested for long.
+
+    Of other sessions the engine asks the target for them in every step, though they propose nothing.
+    """
+
+    def missed(self) -> None:
+        """Be told, before the next ``propose`` or ``observe``, that text ran whose hidden states are not known.
+
+        The session is not shown that text, whose end is the root: what it keeps of the target's states goes on with the
+        next observation.
+        """
 
 
 @runtime_checkable

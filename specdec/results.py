@@ -68,25 +68,23 @@ class Seconds:
     """Wall-clock seconds by phase.
 
     ``prefill`` is everything before the first step: tokenizing, making the cache and the drafting session, and running
-    the prompt. ``draft``, ``target``, ``verify`` and ``other`` are parts of the steps. In a batch the time of a forward
-    is divided among sequences by their rows; the time of the batch's own loop is not counted.
+    the prompt. The others are parts of the steps: ``draft`` is the drafting session's time, passes of its models
+    included, ``target`` the forwards' time, and ``rest`` what is left: verification, commits and the loop. In a batch
+    the time of a forward is divided among sequences by their rows, the time of common passes and the rest equally.
 
     On a GPU the prefill is waited for. A step is waited for once, when its numbers are read: ``target`` is the time to
-    launch the forward, and the rest of the device's time is part of ``verify``. ``passes`` is a part of ``draft``: the
-    time of models that drafters run, measured in the same way.
+    launch the forward, and the rest of the device's time is part of ``rest``.
     """
 
     prefill: float = 0.0
     draft: float = 0.0
     target: float = 0.0
-    verify: float = 0.0
-    other: float = 0.0
-    passes: float = 0.0
+    rest: float = 0.0
 
     @property
     def decode(self) -> float:
         """All but the prefill."""
-        return self.draft + self.target + self.verify + self.other
+        return self.draft + self.target + self.rest
 
 
 @dataclass(slots=True)

@@ -26,19 +26,25 @@ class TargetOutput:
         logits: [R, V] of the rows asked for, or their scores; None where none were, or the forward left early.
         hidden: [T, D] residual stream after the last layer that ran.
         taps: see the attribute. A layer that only the first rows came through has only those rows.
+        first_time: see the attribute.
 
     Attributes:
+        first_time: whether a graph was recorded or a kernel compiled for the forward, so that its time says nothing of
+            the forwards after it.
         taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
     """
 
-    __slots__ = ("_hidden", "_logits", "_rows", "_scored", "taps")
+    __slots__ = ("_hidden", "_logits", "_rows", "_scored", "first_time", "taps")
 
     def __init__(
         self,
         logits: torch.Tensor | Scores | None,
         hidden: torch.Tensor,
         taps: Mapping[int, torch.Tensor] | None = None,
+        *,
+        first_time: bool = False,
     ) -> None:
+        self.first_time = first_time
         self._logits, self._hidden, self._rows = logits, hidden, _ALL
         self._scored: tuple[Scores, int, int] | None = None  # a forward's scores, and which of its rows these are
         self.taps: Mapping[int, torch.Tensor] = {} if taps is None else taps
@@ -50,7 +56,7 @@ class TargetOutput:
 
         ``scored``: the scores of the forward, and the range of this part's rows among them; None where it has none.
         """
-        part = TargetOutput(None, self._hidden)
+        part = TargetOutput(None, self._hidden, first_time=self.first_time)
         part._rows, part._scored = slice(first, last), scored
         if taps:
             part.taps = _Cut(self.taps, first, last, taps)

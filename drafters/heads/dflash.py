@@ -107,6 +107,9 @@ class DFlashSession(UnreadSession):
         self._grows = drafter.grows and self._plain and not self._draws
         self._stays = self._stays and step.native is None
 
+    def missed(self) -> None:
+        self._miss()
+
     def _grow(self, most: int, deepest: int) -> Passes[Draft]:
         if not self._grows:
             return (yield from super()._grow(most, deepest))

@@ -118,12 +118,17 @@ class EagleSession(UnreadSession):
         self._stays = self._stays and native is None
         self._waits = Waiting(native) if native is not None and grows and self._plain and not self._draws else None
 
+    def missed(self) -> None:
+        if self._waits is not None:
+            self._waits.clear()
+        self._miss()
+
     def _grow(self, most: int, deepest: int) -> Passes[Draft]:
         if self._waits is None:
             return (yield from super()._grow(most, deepest))
         own, waits = self._own, self._waits
         features = waits.addresses()
-        first, rows = own.cache.length + 1, len(features) // len(self._taps)
+        first, rows = self._next + 1, len(features) // len(self._taps)
         growth = self._growing(self._context.tokens[first : first + rows], features, most, deepest)
         grown: Grown = yield Pass(self._drafter.grow, growth)
         waits.clear()
@@ -150,7 +155,7 @@ class EagleSession(UnreadSession):
 
     def _tokens_of(self, features: torch.Tensor) -> list[int]:
         """The tokens that belong to the next hidden states; each stands one position behind its state."""
-        first = self._own.cache.length + 1
+        first = self._next + 1
         return self._context.tokens[first : first + len(features)]
 
     def _begin(self, deepest: int) -> Passes[None]:

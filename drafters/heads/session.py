@@ -113,6 +113,13 @@ class HeadSession(GrowingSession):
         cache = KVCache(specs, capacity=text, rows=max(rows, min(CHUNK, text)))
         self._own = OwnCache(cache, device=self._device)
         self._growth: NativeGrowth | None = None
+        self._missing = 0  # tokens of the text that the head's cache will never have
+
+    def _miss(self) -> None:
+        """Go on without the text that the head's cache lacks; a session's ``missed``."""
+        self._own.miss()
+        self._grown = None
+        self._missing = self._context.cache.length - self._own.cache.length
 
     def _ready(self) -> bool:
         self._own.begin()
@@ -140,7 +147,12 @@ class HeadSession(GrowingSession):
     @property
     def _waiting(self) -> int:
         """The number of rows that wait; valid between two steps."""
-        return self._context.cache.length - self._own.cache.length
+        return self._context.cache.length - self._next
+
+    @property
+    def _next(self) -> int:
+        """The position of the next row of the head's cache; valid between two steps."""
+        return self._own.cache.length + self._missing
 
     def _catch_up(self) -> None:
         """Run the head for all waiting rows but the last, which runs with the next draft."""

@@ -360,6 +360,9 @@ class KangarooSession(BatchedSession):
         """What the first token behind ``rows`` others costs beside its row: a shallow pass, in which its row is."""
         return self._shallow_price - (1 - self._deep) * self._prices.added(self._length, rows + 1, rows)
 
+    def missed(self) -> None:
+        self._own.miss()
+
     def observe(self, seen: Observation) -> None:
         features, own = seen.taps[self._drafter.exit_layer], self._own
         if seen.draft is None:

@@ -280,6 +280,9 @@ class MedusaSession(BatchedSession):
         (logits,) = self._drafter.step.logits(state, step.root)
         return self._drafter.readable(self.drawn(logits, step.depth) if self._samples else logits)
 
+    def missed(self) -> None:
+        self._seen = self._guesses = None  # the next step is a plain one, which shows the state behind it
+
     def observe(self, seen: Observation) -> None:
         guesses = self._guesses if self._guesses is not None and seen.draft is not None else ()
         for (numbers, chances), token in zip(guesses, seen.tokens, strict=False):

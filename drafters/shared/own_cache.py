@@ -16,9 +16,9 @@ and always has the same three tasks. :class:`OwnCache` does them:
    behind the text, and drops all others. So neither full acceptance nor a rejected tree is a special case; any row
    that is missing is text that the cache lacks, see 1.
 
-Between steps, the cache's rows and the deferred rows together are as many as the text has tokens before the root. That
-also holds where a token's row reads the hidden state of the token before it (EAGLE, MTP): the last deferred state then
-belongs to the root's row, and ``catch_up`` gets no ``newest``.
+Between steps, the cache's rows and the deferred rows together are as many as the text has tokens before the root, less
+those that were missed in a rest (``miss``). That also holds where a token's row reads the hidden state of the token
+before it (EAGLE, MTP): the last deferred state then belongs to the root's row, and ``catch_up`` gets no ``newest``.
 
 Example: a drafter that reads the target's hidden states for rows that it proposes itself, as Kangaroo does::
 
@@ -89,6 +89,14 @@ class OwnCache:
         """Keep hidden states [T, D] of text that the cache lacks (only ``rows``, if given) until ``catch_up``."""
         parts = [hidden] if rows is None else [hidden[row : row + 1] for row in rows]
         self._deferred += parts
+
+    def miss(self) -> None:
+        """Forget what waits, as text ran behind it whose hidden states are not known.
+
+        The cache goes on without that text: its rows see less, and no more is lost than guesses.
+        """
+        self._deferred.clear()
+        self.begin()
 
     def catch_up(self, *newest: torch.Tensor) -> torch.Tensor:
         """[T, D] the deferred hidden states, which are then dropped, and behind them the ``newest``."""

@@ -28,6 +28,7 @@ from specdec.drafter import (
     DrafterBase,
     Observation,
     ReadbackSession,
+    RestingSession,
     warm_up,
 )
 from specdec.drafting.registry import make_drafter
@@ -146,6 +147,8 @@ class MergedSession(BatchedSession):
         self._parts = [MergedPart(part, bandit, context) for part, bandit in pairs]
         self._most = drafter.config.rows or context.max_rows
         self._length = 0
+        if all(isinstance(part.session, RestingSession) for part in self._parts if part.taps):
+            self.missed = self._missed
         self._readbacks: list[tuple[MergedPart, int]] = []  # parts with a readback in the latest step, and its size
         self._rows: Sequence[int] = [0]  # rows of the tree that are in the draft, ascending
         self._draft = Draft.chain([context.root])
@@ -217,6 +220,12 @@ class MergedSession(BatchedSession):
                     readbacks.append(readback.flatten().to(step.scores.logits.device))
                     self._readbacks.append((part, readback.numel()))
         return torch.cat(readbacks) if readbacks else None
+
+    def _missed(self) -> None:
+        """Tell the parts that read hidden states that some are not known."""
+        for part in self._parts:
+            if part.taps and isinstance(part.session, RestingSession):
+                part.session.missed()
 
     def observe(self, seen: Observation) -> None:
         readbacks: dict[MergedPart, Sequence[int]] = {}

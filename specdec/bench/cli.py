@@ -30,7 +30,7 @@ __all__ = ["audit", "bench", "compare"]
 
 # Columns that fit in 80 characters.
 SHOWN = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers")
-SHOWN_OF_BATCHES = ("tokens/s", "x plain", "first token ms, p95", "between ms, p95", "host us")
+SHOWN_OF_BATCHES = ("tokens/s", "x plain", "first token ms, p95", "between ms, p95", "rest us")
 
 
 @with_options(Plan, file="configs/bench/tiny.yaml", setting="lookahead.window=5")

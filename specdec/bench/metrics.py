@@ -62,11 +62,11 @@ class Row:
         prefill_tokens_per_second: of the prompts' tokens that were run.
         speedup, decode_speedup: relative to plain decoding of the same engine, one question at a time;
             ``speedup_rival``: relative to transformers' greedy decoding of as many questions at once.
-        shares: shares of the wall clock: prefill, draft, target, verify, host.
+        shares: shares of the wall clock: prefill, draft, target, rest.
         step_seconds: mean time of a decoding step.
-        host_seconds: the part of it outside of models' passes, the target's and drafters': drafting, verification,
-            commits and the loop, a batch's too. (On a GPU this includes waiting for the device.) The begin of a request
-            is part of the prefill, as in :class:`specdec.results.Seconds`.
+        rest_seconds: the part of it that is neither drafting nor the target's forward: verification, commits and the
+            loop, a batch's too. (On a GPU this includes waiting for the device.) The begin of a request is part of the
+            prefill, as in :class:`specdec.results.Seconds`.
         first_seconds, between_seconds: median and 95th percentile of the time to a turn's first token, measured from
             when its prompt was taken, and of the time between two tokens; a step's tokens share the time since the step
             before.
@@ -93,7 +93,7 @@ class Row:
     speedup_rival: Interval | None = None
     shares: dict[str, float] = field(default_factory=dict)
     step_seconds: float | None = None
-    host_seconds: float | None = None
+    rest_seconds: float | None = None
     first_seconds: list[float] = field(default_factory=list)
     between_seconds: list[float] = field(default_factory=list)
     peak_memory: int | None = None
@@ -169,8 +169,8 @@ def _row(answers: Answers, system: str, ids: Sequence[QuestionId], rival: str, f
     row.prefill_tokens_per_second = prompts / prefill if prefill > 0 else None
     row.step_seconds = decode / row.steps if row.steps else None
     if row.steps and any("target" in turn.seconds for turn in mine[0][0].turns):
-        models = sum(_median(repeats, phase) for repeats in mine for phase in ("target", "passes"))
-        row.host_seconds = (decode - models) / row.steps
+        known = sum(_median(repeats, phase) for repeats in mine for phase in ("target", "draft"))
+        row.rest_seconds = (decode - known) / row.steps
     _time_tokens(row, [turn for repeats in mine for record in repeats for turn in record.turns if turn.times])
     row.speedup = _speedup(answers, system, BASELINE, ids, prefill=True)
     row.decode_speedup = _speedup(answers, system, BASELINE, ids, prefill=False)
@@ -224,15 +224,15 @@ def _speedup(answers: Answers, system: str, base: str, ids: Sequence[QuestionId]
 
 
 def _shares(records: Sequence[Record]) -> dict[str, float]:
-    """Shares of the wall clock. ``host`` is the rest: commits and the loop itself."""
+    """Shares of the wall clock; ``rest``: verification, commits and the loop itself."""
     wall = sum(record.seconds("wall") for record in records)
     if not wall:
         return {}
     known = {"prefill": sum(record.seconds("prefill") for record in records) / wall}
     if any("target" in turn.seconds for record in records for turn in record.turns):
-        for phase in ("draft", "target", "verify"):
+        for phase in ("draft", "target"):
             known[phase] = sum(record.seconds(phase) for record in records) / wall
-        known["host"] = max(0.0, 1 - sum(known.values()))
+        known["rest"] = max(0.0, 1 - sum(known.values()))
     return known
 
 

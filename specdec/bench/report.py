@@ -38,7 +38,7 @@ _FIRST = (
 )
 _MORE = (
     *("answers", "decoding tokens/s", "prefill tokens/s", "Spec-Bench's own count", "peak MiB"),
-    *("prefill", "draft", "target", "verify", "host"),
+    *("prefill", "draft", "target", "rest"),
 )
 
 _FIGURES = {

@@ -25,11 +25,11 @@ from specdec.bench.transformers_systems import (
     TransformersLookup,
 )
 from specdec.drafting.registry import drafter_names, make_drafter, parse_drafter
+from specdec.engine.decoding import Decoding
 from specdec.engine.engine import Engine
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.engine.sequence import SequenceState
 from specdec.errors import ConfigError, SpecdecError, check_choice
 from specdec.step.device_copies import wait
 
@@ -169,13 +169,13 @@ class Drafted:
             wait(target.device)
         wall = perf_counter() - began
         done = [output for output in outputs.values() if isinstance(output, Output)]
-        own = [sum(output.seconds.values()) - output.seconds["passes"] for output in done]  # "draft" includes passes
+        own = [sum(output.seconds.values()) for output in done]
         for output, seconds in zip(done, own, strict=True):
             output.seconds["wall"] = wall * seconds / max(sum(own), 1e-9)
         return [outputs[place] for place in range(len(prompts))]
 
 
-def _output(decoding: SequenceState, times: list[float]) -> Output:
+def _output(decoding: Decoding, times: list[float]) -> Output:
     """The output of a decoding, with the seconds that it took by itself."""
     stats = decoding.stats
     return Output(

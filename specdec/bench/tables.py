@@ -31,7 +31,7 @@ Cells = list[list[str]]
 
 _SYSTEMS = ("tokens/step", "rows/step", "tokens/s", "prefill tokens/s", "x plain (95 %)", "x transformers", "repeats")
 BATCH = (
-    "tokens/s", "x plain (95 %)", "x transformers", "tokens/step", "first token ms, p95", "between ms, p95", "host us",
+    "tokens/s", "x plain (95 %)", "x transformers", "tokens/step", "first token ms, p95", "between ms, p95", "rest us",
 )  # fmt: skip
 """The columns of throughput and latency, of systems that answer several questions at once."""
 _LEFT = ("system", "questions", "figure", "drafter", "decoding x plain", "text", "moved")
@@ -73,10 +73,10 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "peak MiB": lambda row: "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.0f}",
     "first token ms, p95": lambda row: _milliseconds(row.first_seconds),
     "between ms, p95": lambda row: _milliseconds(row.between_seconds),
-    "host us": lambda row: "" if row.host_seconds is None else f"{1e6 * row.host_seconds:.0f}",
+    "rest us": lambda row: "" if row.rest_seconds is None else f"{1e6 * row.rest_seconds:.0f}",
     **{
         phase: lambda row, phase=phase: _percent(row.shares.get(phase))  # type: ignore[misc]
-        for phase in ("prefill", "draft", "target", "verify", "host")
+        for phase in ("prefill", "draft", "target", "rest")
     },
 }
 """Title of a column -> its text for a system; empty where there is no figure."""

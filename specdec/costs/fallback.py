@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from specdec.costs.live_curve import LiveCosts
-from specdec.costs.prices import pace
+from specdec.costs.prices import Rest, pace
 
 __all__ = ["Fallback"]
 
@@ -29,9 +29,10 @@ __all__ = ["Fallback"]
 _KNOWN, _AGAIN = 512, 48  # drafted steps from which tokens are known; and how many of them are kept after a rest
 _DRAFTED, _PLAIN = 32, 5  # latest drafted and plain steps, from which times are known
 _PACE = 15  # latest plain steps, which show whether the machine changed
-_FIRST, _MOST = 128, 2000  # length of a rest: at first, and at most after rests that ended in vain
+_FIRST, _MOST = 128, 2000  # length of a rest: at first, and at most
 _SETTLE = 16  # plain steps of a rest after which their time is known
 _COLD = 8  # drafted steps after a rest whose tokens do not count: sessions have not seen the text of the rest
+_FEW = 6  # least steps of a try, cold ones among them, where drafted steps were much slower than plain ones
 _TRY, _EAGER = 16, 8  # drafted steps between two comparisons; fewer while less than twice _TRY are known
 _OFTEN, _SELDOM = 8, 64  # drafted steps between two plain ones: in doubt, and at most
 
@@ -79,11 +80,15 @@ class _BatchSize:
         self._every, self._since = 4, 0  # drafted steps between two plain ones, and since the latest plain one
         self._cold, self._left = 0, _EAGER  # steps until tokens count, and until the next comparison
         self._resting, self._wait = False, _FIRST
+        self._next = _COLD + _TRY  # drafted steps of the next try
+        self._yield = _PRIOR  # relative to plain steps, at the latest comparison and without the prior
         self._rested, self._enough = 0, 0.0  # steps of this rest, and how many suffice if the machine changed
 
     @property
-    def rests(self) -> bool:
-        return self._resting or self._since >= self._every
+    def rests(self) -> Rest:
+        if self._resting:
+            return Rest.LONG if self._rested >= _SETTLE else Rest.STEP
+        return Rest.STEP if self._since >= self._every else Rest.NONE
 
     def note(
         self, live: LiveCosts, length: int, sequences: int, tokens: int, plain: float | None, rows: int, seconds: float
@@ -121,17 +126,21 @@ class _BatchSize:
         )
         drafted *= _slower(self._drafted, live.seconds)
         plain *= _slower([*self._plain][-_PLAIN:], live.seconds)
-        prior = _PRIOR_STEPS / (_PRIOR_STEPS + self._steps)
-        return prior * _PRIOR + (1 - prior) * pace(tokens, drafted / (plain / sequences))
+        prior, self._yield = _PRIOR_STEPS / (_PRIOR_STEPS + self._steps), pace(tokens, drafted / (plain / sequences))
+        return prior * _PRIOR + (1 - prior) * self._yield
 
     def _decide(self, live: LiveCosts, length: int) -> None:
         ahead = self._compare(live, length)
         sequences, tokens, _ = map(sum, zip(*self._brought, strict=True))
         each = tokens / sequences  # tokens of a sequence's step
         if ahead < _LOSES:
-            lost = (1 / ahead - 1) * each * (_COLD + _TRY)  # cost of the next try, in plain steps
-            self._resting, self._rested, self._pace, self._enough = True, 0, None, lost / (2 * _SHARE)
-            self._left = round(max(self._wait, lost / _SHARE))
+            lost = (1 / min(ahead, self._yield) - 1) * each  # cost of a drafted step, in plain steps
+            # However much was lost, a rest ends: what made drafting slow may have gone. The next try is the shorter.
+            self._next = round(min(max(_SHARE * _MOST / lost, _FEW), _COLD + _TRY))
+            paid = lost * self._next / _SHARE
+            rest = min(max(self._wait, paid), _MOST)
+            self._resting, self._rested, self._pace, self._enough = True, 0, None, min(paid, _MOST) / 2
+            self._left = round(rest)
             return
         moved = self._look(self._drafted, live)
         # A plain step costs the tokens that a drafted one would have added; that one takes each / ahead plain steps.
@@ -161,7 +170,7 @@ class _BatchSize:
             over |= self._look(self._plain, live)
         if over:
             self._resting, self._pace, self._every = False, None, _OFTEN
-            self._cold, self._left = _COLD, _COLD + _TRY
+            self._cold, self._left = self._next * _COLD // (_COLD + _TRY), self._next
             self._drafted.clear()
             while len(self._brought) > _AGAIN:
                 self._brought.popleft()
@@ -178,8 +187,11 @@ class Fallback:
         self._live = live
         self._by_batch_size = defaultdict[tuple[int, bool], _BatchSize](_BatchSize)
 
-    def rests(self, sequences: int, drawn: bool) -> bool:
-        """Whether the next step is a plain one. ``sequences``: their number; ``drawn``: whether one of them samples."""
+    def rests(self, sequences: int, drawn: bool) -> Rest:
+        """Whether the next step is a plain one, and whether many more are to come.
+
+        ``sequences``: their number; ``drawn``: whether one of them samples.
+        """
         return self._of(sequences, drawn).rests
 
     def note(

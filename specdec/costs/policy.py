@@ -30,6 +30,7 @@ from specdec.step.tree import Draft
 __all__ = ["AcceptancePolicy", "Patience", "RowPolicy", "check_policy"]
 
 _START, _MOST = 0.75, 3.0  # balance of an account in accepted rows: at first, and at most
+_LONG, _SELDOM = 16, 128  # steps between two tries: from which drafting rests for long, and at most
 _TREE_ROWS = 1  # fixed cost of drafting and verifying any tree, as a drafter's fixed_cost_rows
 
 
@@ -41,6 +42,10 @@ class RowPolicy(Protocol):
     """
 
     prices: Prices
+
+    @property
+    def rests(self) -> bool:
+        """Whether drafting failed for so long that it is tried but rarely; then nothing is asked for it in between."""
 
     def row_budget(self, limit: int, length: int) -> int:
         """The most rows that a drafter may propose after ``length`` tokens, at most ``limit``; 1 is a plain step."""
@@ -69,6 +74,11 @@ class Patience:
         self._left = self._wait
         return True
 
+    @property
+    def wait(self) -> int:
+        """Steps from the latest try to the next one."""
+        return self._wait
+
     def paid(self) -> None:
         """Record that a try paid: the next wait is the first one again."""
         self._wait = self._left = self._first
@@ -89,7 +99,11 @@ class AcceptancePolicy:
         self.prices = Prices(costs)
         self._fixed_rows = _TREE_ROWS + fixed_rows
         self._left = _START
-        self._patience = Patience(1, 32)
+        self._patience = Patience(1, _SELDOM)
+
+    @property
+    def rests(self) -> bool:
+        return self._patience.wait >= _LONG
 
     def row_budget(self, limit: int, length: int) -> int:
         """As :meth:`RowPolicy.row_budget`: the rows that the balance covers."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from enum import IntEnum
 from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from specdec.costs.curve import BUCKET, CostCurve, Reading
 from specdec.costs.live_curve import LiveCosts
 
-__all__ = ["UNBATCHED", "BatchLoad", "Prices", "pace"]
+__all__ = ["UNBATCHED", "BatchLoad", "Prices", "Rest", "pace"]
 
 _PRIOR_STEPS = 10.0  # weight of the prior, one token per plain step, in steps
 _MEMORY = 0.95  # weight of the past, from one step to the next
@@ -33,6 +34,14 @@ class BatchLoad(NamedTuple):
 
 
 UNBATCHED = BatchLoad(1, 0)
+
+
+class Rest(IntEnum):
+    """Whether drafting rests in a step: not at all, for this step to know what a plain one takes, or for many steps."""
+
+    NONE = 0
+    STEP = 1
+    LONG = 2
 
 
 def pace(tokens: float, steps: float) -> float:

@@ -67,7 +67,7 @@ def forward_together(target: Target, parts: Sequence[ForwardRows], exit_layer: i
     stages = sorted({_layer(part) for part in parts})
     ranked = parts if len(stages) == 1 else sorted(parts, key=_layer)
     hidden: torch.Tensor | None = None
-    found: dict[int, torch.Tensor] = {}
+    found, first_time = dict[int, torch.Tensor](), False
     for layer, after in zip(stages, (*stages[1:], exit_layer), strict=True):
         within = ranked if layer == stages[-1] else [part for part in ranked if _layer(part) <= layer]
         block = rows_of([part.block for part in within])
@@ -77,7 +77,8 @@ def forward_together(target: Target, parts: Sequence[ForwardRows], exit_layer: i
         output = target.forward(block, entry=entry, exit_layer=after, taps=taps, rows=rows, top_k=top_k)
         hidden = output.hidden
         found |= output.taps
-    together = TargetOutput(None, output.hidden, found)
+        first_time |= output.first_time
+    together = TargetOutput(None, output.hidden, found, first_time=first_time)
     scores = None if output.logits is None else output.scores(None)
     outputs: dict[int, TargetOutput] = {}
     first = scored = 0

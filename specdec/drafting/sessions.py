@@ -15,7 +15,7 @@ from specdec.step.forward_passes import Passes
 from specdec.step.tree import NO_HINTS, Draft, Entry, Hints
 from specdec.target import Target
 
-__all__ = ["propose_at_once", "proposing", "session_of", "top_k_of"]
+__all__ = ["check_rows", "propose_at_once", "proposing", "session_of", "top_k_of"]
 
 _INT, _SOUND = {int}, {range, Later}
 
@@ -64,6 +64,25 @@ def propose_at_once(session: DraftSession, row_budget: int, name: str, target: T
         raise DraftError(f"drafter {name!r}: {error}") from error
     _check(draft, name, target)
     return draft
+
+
+def check_rows(draft: Draft, row_budget: int, root: int, name: str, target: Target) -> None:
+    """Raises DraftError where a draft breaks a rule that exactness depends on; ``root``: the last emitted token."""
+    tokens = draft.tokens
+    if len(tokens) > row_budget:
+        raise DraftError(
+            f"draft has {len(tokens)} rows but {row_budget} slots are free; propose at most `row_budget` rows "
+            f"(drafter {name!r}), lower its sizes, or raise the engine's max_rows"
+        )
+    if type(tokens) is Later:
+        return  # a model drew them from the vocabulary, and to check them here would wait for the device
+    if tokens[0] != root:
+        raise DraftError(
+            f"the draft's root is token {tokens[0]}, the last emitted token is {root}; "
+            f"row 0 must be context.root (drafter {name!r})"
+        )
+    if not 0 <= min(tokens) <= max(tokens) < target.vocab_size:
+        raise DraftError(f"drafter {name!r} proposed a token outside the vocabulary [0, {target.vocab_size})")
 
 
 def _check(draft: Draft, name: str, target: Target) -> None:

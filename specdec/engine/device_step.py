@@ -47,12 +47,14 @@ class DeviceVerification(Verification):
 
     Args:
         sampler: the sequence's sampler.
-        session: the sequence's drafting session.
+        session: the sequence's drafting session; None for steps in which it reads nothing.
         top_k: how many of each scored row's likeliest tokens the session reads.
         reads_scores: whether anything reads a verdict's scores.
     """
 
-    def __init__(self, sampler: Sampler, session: DraftSession, top_k: int, *, reads_scores: bool = True) -> None:
+    def __init__(
+        self, sampler: Sampler, session: DraftSession | None, top_k: int, *, reads_scores: bool = True
+    ) -> None:
         super().__init__(sampler)
         self._top_k, self._reads_scores = top_k, reads_scores
         self._session = session if isinstance(session, ReadbackSession) else None

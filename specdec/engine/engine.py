@@ -22,13 +22,12 @@ from specdec.costs.policy import AcceptancePolicy, RowPolicy, check_policy
 from specdec.drafter import warm_up
 from specdec.drafting.registry import DrafterSpec, make_drafter, parse_drafter
 from specdec.engine.conversations import answer_end
+from specdec.engine.decoding import Decoding
+from specdec.engine.learning import Learning
 from specdec.engine.prediction import prediction_ids
 from specdec.engine.prompt import Prompt, is_chat, token_ids
 from specdec.engine.requests import BatchOptions, Options, Request, make_requests
 from specdec.engine.scheduler import Scheduler
-from specdec.engine.sequence import SequenceState
-from specdec.engine.step import step
-from specdec.engine.step_observer import StepObserver
 from specdec.engine.text_stream import stop_strings
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
 from specdec.models.around_layers import GENERATION
@@ -49,7 +48,7 @@ from specdec.step import device_copies, torch_switches
 from specdec.step.block import MOST_REPLAYED, Block
 from specdec.target import Target
 
-__all__ = ["Engine", "Prompt", "SequenceState"]
+__all__ = ["Decoding", "Engine", "Prompt"]
 
 _ANY = 1 << 62  # row limit of a forward that only the draft's own limit bounds
 
@@ -74,7 +73,7 @@ class Engine(NotCopied):
     Attributes:
         live: the live cost curve, or None.
         fallback: decides whether drafting pays at all; None without a live curve.
-        step_kinds: the kinds of steps that were taken, see :class:`specdec.engine.step_observer.StepObserver`.
+        step_kinds: the kinds of steps that were taken, see :class:`specdec.engine.learning.Learning`.
 
     Raises:
         ConfigError: unknown drafter or option, or a size that is not positive.
@@ -424,24 +423,24 @@ class Engine(NotCopied):
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
         **options: Any,
-    ) -> SequenceState:
+    ) -> Decoding:
         """A generation to be driven step by step, inside ``target.active()``; ``generate`` and ``stream`` use it.
 
         ``options`` are those of a :class:`specdec.engine.requests.Request`.
         """
         began = perf_counter()
         with self.target.active():
-            sequence = self.begin(self.prepare(Request(prompt, max_new_tokens, sampling, **options)))
-        sequence.stats.seconds.prefill += perf_counter() - began
-        return sequence
+            decoding = self.begin(self.prepare(Request(prompt, max_new_tokens, sampling, **options)))
+        decoding.stats.seconds.prefill += perf_counter() - began
+        return decoding
 
-    def begin(self, request: Request) -> SequenceState:
+    def begin(self, request: Request) -> Decoding:
         """Start the generation of a prepared request: make its cache and its drafting session."""
-        return SequenceState(self.predicting() if request.prediction else self, request)
+        return Decoding(self.predicting() if request.prediction else self, request)
 
-    def advance(self, sequence: SequenceState) -> None:
-        """Take one step of one sequence by itself; raises what ended it."""
-        for _, outcome in step((sequence,), self.target, StepObserver(self.live, self.step_kinds), _ANY):
+    def advance(self, decoding: Decoding) -> None:
+        """Take one step of one generation by itself; raises what ended it."""
+        for _, outcome in Learning(self.target, self.live, self.step_kinds).step((decoding,), _ANY):
             if isinstance(outcome, Exception):
                 raise outcome
 

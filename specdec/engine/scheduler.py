@@ -20,11 +20,12 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from specdec.drafting.registry import DrafterSpec, parse_drafter
+from specdec.engine.decoding import Decoding
+from specdec.engine.decoding import Host as DecodingHost
+from specdec.engine.learning import Learning
 from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.requests import Request
-from specdec.engine.sequence import SequenceState, Setup, cache_sizes
-from specdec.engine.step import step
-from specdec.engine.step_observer import StepObserver
+from specdec.engine.setup import cache_sizes
 from specdec.errors import ConfigError
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.settings.arguments import checked
@@ -36,13 +37,13 @@ __all__ = ["Event", "Handle", "Scheduler"]
 _STEP_ROWS = 256  # as many as keep a CPU's products fast; a larger chunk only makes the others wait
 
 
-class Host(Setup, Protocol):
+class Host(DecodingHost, Protocol):
     """The attributes of an engine that a scheduler uses."""
 
     def prepare(self, request: Request) -> Request:
         """The request with its prompt as token ids, and every option checked and filled in."""
 
-    def begin(self, request: Request) -> SequenceState:
+    def begin(self, request: Request) -> Decoding:
         """The generation of a request that was prepared."""
 
     @property
@@ -62,7 +63,7 @@ class Event:
     """
 
     index: int
-    decoding: SequenceState | None
+    decoding: Decoding | None
     step: Step | None
     error: Exception | None = None
 
@@ -160,8 +161,8 @@ class Scheduler(NotCopied):
         self._submitted: deque[_Waiting] = deque()
         self._cancelled: set[int] = set()
         self._next: _Waiting | None = None
-        self._running: dict[SequenceState, _Waiting] = {}  # as they were admitted, with what they were before
-        self._observer = StepObserver(engine.live, engine.step_kinds)
+        self._running: dict[Decoding, _Waiting] = {}  # as they were admitted, with what they were before
+        self._learning = Learning(engine.target, engine.live, engine.step_kinds)
 
     def submit(self, request: Request) -> Handle:
         """Put a request in line; it joins the others at the next step that has room for it.
@@ -194,18 +195,18 @@ class Scheduler(NotCopied):
         target = self._engine.target
         with target.active():
             events = self._drop_cancelled() + self._admit()
-            for sequence, outcome in step([*self._running], target, self._observer, self._step_rows):
-                events.append(self._event(sequence, outcome))
+            for decoding, outcome in self._learning.step([*self._running], self._step_rows):
+                events.append(self._event(decoding, outcome))
             return events
 
-    def _event(self, sequence: SequenceState, outcome: Step | Exception) -> Event:
-        """The event of a sequence's step; an ended sequence is removed."""
-        index = self._running[sequence].index
-        if isinstance(outcome, Exception) or sequence.finish_reason is not None:
-            del self._running[sequence]
+    def _event(self, decoding: Decoding, outcome: Step | Exception) -> Event:
+        """The event of a generation's step; an ended one is removed."""
+        index = self._running[decoding].index
+        if isinstance(outcome, Exception) or decoding.finish_reason is not None:
+            del self._running[decoding]
         if isinstance(outcome, Exception):
-            return Event(index, sequence, None, outcome)
-        return Event(index, sequence, outcome)
+            return Event(index, decoding, None, outcome)
+        return Event(index, decoding, outcome)
 
     def run(self) -> Iterator[list[Event]]:
         """Yield the events of each step until no sequence runs and no request waits."""
@@ -215,7 +216,7 @@ class Scheduler(NotCopied):
     @property
     def cache_bytes(self) -> int:
         """Bytes that the caches of the running sequences hold now."""
-        return sum(sequence.cache_bytes for sequence in self._running)
+        return sum(decoding.sequence.cache_bytes for decoding in self._running)
 
     def _drop_cancelled(self) -> list[Event]:
         """Remove requests that were cancelled since the last step; returns their events."""
@@ -228,10 +229,10 @@ class Scheduler(NotCopied):
         if self._next is not None and self._next.index in cancelled:
             dropped.append(self._next.index)
             self._next = None
-        ended = [(sequence, one.index) for sequence, one in self._running.items() if one.index in cancelled]
-        for sequence, _ in ended:
-            del self._running[sequence]
-        return [Event(index, sequence, None) for sequence, index in ended] + [
+        ended = [(decoding, one.index) for decoding, one in self._running.items() if one.index in cancelled]
+        for decoding, _ in ended:
+            del self._running[decoding]
+        return [Event(index, decoding, None) for decoding, index in ended] + [
             Event(index, None, None) for index in dropped
         ]
 
@@ -249,12 +250,12 @@ class Scheduler(NotCopied):
             self._next, began = None, perf_counter()
             self._share(held + waiting.bytes)
             try:
-                sequence = waiting.engine.begin(waiting.request)
+                decoding = waiting.engine.begin(waiting.request)
             except Exception as error:
                 failed.append(Event(waiting.index, None, None, error))
             else:
-                sequence.stats.seconds.prefill += waiting.seconds + perf_counter() - began
-                self._running[sequence] = waiting
+                decoding.stats.seconds.prefill += waiting.seconds + perf_counter() - began
+                self._running[decoding] = waiting
         self._share(sum(one.bytes for one in self._running.values()))
         return failed
 
@@ -269,7 +270,7 @@ class Scheduler(NotCopied):
         room = getattr(self._engine.target, "cache_room", lambda: None)() if self._running else None
         if room is None:
             return True
-        growth = sum(max(0, one.bytes - sequence.cache_bytes) for sequence, one in self._running.items())
+        growth = sum(max(0, one.bytes - decoding.sequence.cache_bytes) for decoding, one in self._running.items())
         return bool(growth + waiting.bytes <= room)
 
     def _share(self, held: int) -> None:

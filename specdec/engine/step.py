@@ -2,77 +2,85 @@
 
 One sequence is a batch of one. Each sequence has its own cache, drafting session and noise, so its text does not depend
 on the others. A sequence whose prompt has not been run completely has a chunk of the prompt in place of a draft.
+
+A step has no clock and keeps no account: :mod:`specdec.engine.learning` times it from outside, and reads its results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from specdec.drafting.joint_forward import forward_together
+from specdec.costs.prices import BatchLoad, Rest
 from specdec.engine.sequence import ScheduledRows, SequenceState
-from specdec.engine.step_observer import StepObserver
-from specdec.results import Step
-from specdec.sampling.verify import Readback
-from specdec.step import device_copies
+from specdec.sampling.verify import Readback, Verdict
 from specdec.step.forward_passes import Passes, run_all
-from specdec.target import Target, TargetOutput
+from specdec.target import TargetOutput
 
-__all__ = ["Outcome", "step"]
+__all__ = ["StepResult", "step"]
 
-Outcome = tuple[SequenceState, Step | Exception]
-"""A sequence, and the step that it took or the error that ended it."""
+Run = Callable[[Sequence[ScheduledRows]], Sequence[TargetOutput]]
+"""Runs the rows of several sequences as one forward of the target; returns each sequence's part of the output."""
 
 
-def step(sequences: Sequence[SequenceState], target: Target, observer: StepObserver, row_limit: int) -> list[Outcome]:
-    """Take one step; returns the outcome of each sequence that drafted or failed. A failure does not affect the others.
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What became of a sequence in a step.
 
-    A forward has at most ``row_limit`` rows: drafts that waited for room, then new drafts, then chunks of prompts.
-    ``observer`` times the parts of the step; it affects texts only by whether sequences draft, never a token.
+    Attributes:
+        sequence: the sequence.
+        rows: its rows of the forward: a draft, or a chunk of its prompt; None where it failed before.
+        verdict: the accepted rows and the emitted tokens; None with an error.
+        error: what ended the sequence, or None.
     """
-    outcomes: list[Outcome] = []
-    drafted: list[SequenceState] = []  # sequences whose drafts waited for room
-    fresh: list[SequenceState] = []
-    for sequence in sequences:
-        if sequence.scheduled is not None:
-            drafted.append(sequence)
-        elif not sequence.prefilling:
-            fresh.append(sequence)
-    observer.begin(fresh, len(sequences), target.head_device)
-    propose(fresh, observer, outcomes)
-    batch = schedule(drafted + fresh, sequences, row_limit, outcomes)
-    observer.scheduled()
-    ran = forward(target, batch, outcomes)
-    observer.ran(ran)
-    if device_copies.is_apart(target.head_device):
-        read_back(ran)
+
+    sequence: SequenceState
+    rows: ScheduledRows | None = None
+    verdict: Verdict | None = None
+    error: Exception | None = None
+
+
+def step(
+    sequences: Sequence[SequenceState], run: Run, *, row_limit: int, load: BatchLoad, resting: Rest
+) -> list[StepResult]:
+    """Take one step; returns the result of each sequence whose rows ran or that failed, which does not affect others.
+
+    Args:
+        sequences: what runs, in the order in which it was admitted.
+        run: runs a forward.
+        row_limit: most rows of the forward: drafts that waited for room, then new drafts, then chunks of prompts.
+        load: load of the forward, for the prices of rows.
+        resting: whether sequences take a plain step in place of a draft; where for long, nothing is asked for their
+            sessions. Neither changes a token.
+    """
+    results: list[StepResult] = []
+    drafted = [sequence for sequence in sequences if sequence.scheduled is not None]  # they waited for room
+    fresh = [sequence for sequence in sequences if sequence.drafts]
+    propose(fresh, load, resting, results)
+    ran = forward(run, schedule(drafted + fresh, sequences, row_limit, resting, results), results)
+    read_back(ran)
     for rows, output in ran:
         sequence = rows.sequence
         try:
             verdict = sequence.verify(rows, output)
-            observer.verified()
             sequence.commit(rows, verdict, output)
-            observer.committed()
             sequence.observe(rows, verdict, output)
-            taken = observer.observed(rows, verdict)
         except Exception as error:
-            outcomes.append((sequence, error))
-            observer.failed()
+            results.append(StepResult(sequence, rows, error=error))
         else:
-            if taken is not None:
-                outcomes.append((sequence, taken))
-    observer.end()
-    return outcomes
+            results.append(StepResult(sequence, rows, verdict))
+    return results
 
 
-def propose(sequences: Sequence[SequenceState], observer: StepObserver, outcomes: list[Outcome]) -> None:
+def propose(sequences: Sequence[SequenceState], load: BatchLoad, resting: Rest, results: list[StepResult]) -> None:
     """Let each sequence draft; passes that their sessions wait for are run together."""
     waiting: list[tuple[SequenceState, Passes[ScheduledRows]]] = []
     for sequence in sequences:
         try:
-            proposed = sequence.propose(observer.batch_load, observer.rests)
+            proposed = sequence.propose(load, resting)
         except Exception as error:
-            outcomes.append((sequence, error))
+            results.append(StepResult(sequence, error=error))
             continue
         if isinstance(proposed, ScheduledRows):
             sequence.scheduled = proposed
@@ -82,13 +90,17 @@ def propose(sequences: Sequence[SequenceState], observer: StepObserver, outcomes
         return
     for (sequence, _), drafted in zip(waiting, run_all([passes for _, passes in waiting]), strict=True):
         if isinstance(drafted, Exception):
-            outcomes.append((sequence, drafted))
+            results.append(StepResult(sequence, error=drafted))
         else:
             sequence.scheduled = drafted
 
 
 def schedule(
-    drafted: Sequence[SequenceState], sequences: Sequence[SequenceState], row_limit: int, outcomes: list[Outcome]
+    drafted: Sequence[SequenceState],
+    sequences: Sequence[SequenceState],
+    row_limit: int,
+    resting: Rest,
+    results: list[StepResult],
 ) -> list[ScheduledRows]:
     """The rows of the next forward: drafts in the given order while they fit, then chunks of prompts.
 
@@ -107,9 +119,9 @@ def schedule(
             continue
         try:
             sequence.look_again()
-            chunk = sequence.chunk(left) if sequence.prefilling else None
+            chunk = sequence.chunk(left, resting) if sequence.prefilling else None
         except Exception as error:
-            outcomes.append((sequence, error))
+            results.append(StepResult(sequence, error=error))
             continue
         if chunk is not None:
             batch.append(chunk)
@@ -118,7 +130,7 @@ def schedule(
 
 
 def forward(
-    target: Target, batch: Sequence[ScheduledRows], outcomes: list[Outcome]
+    run: Run, batch: Sequence[ScheduledRows], results: list[StepResult]
 ) -> list[tuple[ScheduledRows, TargetOutput]]:
     """Run all rows as one forward; returns the rows that ran, each with its part of the output.
 
@@ -127,12 +139,12 @@ def forward(
     if not batch:
         return []
     try:
-        return [*zip(batch, forward_together(target, batch), strict=True)]
+        return [*zip(batch, run(batch), strict=True)]
     except Exception as error:
         if len(batch) == 1:
-            outcomes.append((batch[0].sequence, error))
+            results.append(StepResult(batch[0].sequence, error=error))
             return []
-    return [pair for rows in batch for pair in forward(target, [rows], outcomes)]
+    return [pair for rows in batch for pair in forward(run, [rows], results)]
 
 
 def read_back(ran: Sequence[tuple[ScheduledRows, TargetOutput]]) -> None:

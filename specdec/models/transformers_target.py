@@ -79,6 +79,7 @@ from specdec.step import device_copies, torch_switches
 from specdec.step.batched_rows import rows_of
 from specdec.step.block import MOST_REPLAYED, Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.first_time import FirstTimes
 from specdec.step.pages import PAGE
 from specdec.step.tree import Entry
 from specdec.step.visibility import bucket
@@ -392,7 +393,7 @@ class TransformersTarget(NotCopied):
         rows: Sequence[int] | None = None,
         top_k: int = 1,
     ) -> TargetOutput:
-        runner, first = self.runner, 0
+        runner, first, first_times = self.runner, 0, FirstTimes.seen
         hidden: torch.Tensor | None
         if entry is not None:
             first, hidden = entry.layer, entry.hidden
@@ -408,7 +409,7 @@ class TransformersTarget(NotCopied):
             hidden, found, logits = runner.finish(hidden, block, first, last, taps, rows, self.joints, top_k)
         if last in taps:
             found[last] = hidden
-        return TargetOutput(logits, hidden, found)
+        return TargetOutput(logits, hidden, found, first_time=FirstTimes.seen != first_times)
 
     def half_layers(self, without: Part) -> LayerRunner | None:
         """A runner of all layers without their attention or their MLP; None where they cannot be run so."""

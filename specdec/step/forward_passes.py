@@ -7,13 +7,12 @@ sent the pass's output. The caller runs passes one by one, or those of several s
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from specdec.errors import DraftError, shown
 
-__all__ = ["Pass", "Passes", "Waited", "alone", "resume", "run_all", "run_together", "timed"]
+__all__ = ["Pass", "Passes", "alone", "resume", "run_all", "run_together", "waiting_for"]
 
 T = TypeVar("T")
 
@@ -27,13 +26,11 @@ class Pass:
             method of a shared drafter, are run together.
         brought: this sequence's input.
         batch_invariant: whether the output is the same, bit for bit, whatever the other inputs are.
-        seconds: time of the run once it is done; an equal share of a common run.
     """
 
     run: Callable[[Sequence[Any]], Sequence[Any]]
     brought: Any
     batch_invariant: bool = False
-    seconds: float = field(default=0.0, init=False)
 
 
 Passes = Generator[Pass, Any, T]
@@ -57,16 +54,14 @@ def run_together(passes: Sequence[Pass]) -> list[Any]:
         run = passes[left[0]].run
         group = [place for place in left if passes[place].run == run]
         left = [place for place in left if place not in group]
-        began = perf_counter()
         try:
             found = run([passes[place].brought for place in group])
             if len(found) != len(group):
                 raise DraftError(f"{run} gave {len(found)} answers to {len(group)} passes; it must give one to each")
         except Exception as error:
             found = [error] * len(group)
-        seconds = perf_counter() - began
         for place, answer in zip(group, found, strict=True):
-            answers[place], passes[place].seconds = answer, seconds / len(group)
+            answers[place] = answer
     return answers
 
 
@@ -99,21 +94,8 @@ def alone(passes: Passes[T]) -> T:
     return result
 
 
-@dataclass(slots=True)
-class Waited:
-    """Seconds that a session has waited so far.
-
-    Attributes:
-        passes: for its own passes.
-        others: for other sequences that drafted meanwhile.
-    """
-
-    passes: float = 0.0
-    others: float = 0.0
-
-
-def timed(passes: Passes[T], waited: Waited, *, together: bool = True) -> Passes[T]:
-    """The same passes; their time is added to ``waited``.
+def waiting_for(passes: Passes[T], *, together: bool) -> Passes[T]:
+    """The same passes, each checked to be one.
 
     With ``together=False``, passes that are not ``batch_invariant`` are run at once by themselves, not yielded.
     """
@@ -126,14 +108,10 @@ def timed(passes: Passes[T], waited: Waited, *, together: bool = True) -> Passes
             return result
         if not isinstance(asked, Pass):
             answer = DraftError(f"a session waits for {shown(asked)}, of type {type(asked).__name__}; yield a Pass")
-            continue
-        if together or asked.batch_invariant:
-            began = perf_counter()
+        elif together or asked.batch_invariant:
             try:
                 answer = yield asked
             except Exception as error:
                 answer = error
-            waited.others += perf_counter() - began - asked.seconds
         else:
             (answer,) = run_together([asked])
-        waited.passes += asked.seconds

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
-from specdec.engine.sequence import SequenceState
+from specdec.engine.decoding import Decoding
 from specdec.sampling.noise import Noise
 from tests.models import VOCAB, model_of, prompt_of, target_of
 
@@ -135,7 +135,7 @@ class PlannedSession:
 class Running:
     """A generation under way, and the text that it has to be."""
 
-    decoding: SequenceState
+    decoding: Decoding
     session: PlannedSession
     expected: list[int]
     reason: str
@@ -292,7 +292,7 @@ class Generations(RuleBasedStateMachine):
     @invariant()
     def states_agree(self) -> None:
         for one in getattr(self, "running", ()):
-            assert one.decoding.context.cache.length == len(one.decoding.tokens) - 1
+            assert one.decoding.sequence.context.cache.length == len(one.decoding.tokens) - 1
         if hasattr(self, "target"):
             assert self.target.model.config._attn_implementation != "specdec"
 

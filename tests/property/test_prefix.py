@@ -24,11 +24,12 @@ from hypothesis.stateful import (
 )
 
 from specdec import Engine, PrefixCache, PrefixTree
-from specdec.costs.prices import UNBATCHED
+from specdec.costs.prices import UNBATCHED, Rest
 from specdec.drafting.joint_forward import forward_together
+from specdec.engine.decoding import Decoding
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.engine.sequence import ScheduledRows, SequenceState
+from specdec.engine.sequence import ScheduledRows
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.target import FINAL
 from tests import seam
@@ -146,7 +147,7 @@ class Sizes:
 class Open:
     """A generation under way."""
 
-    decoding: SequenceState
+    decoding: Decoding
     text: tuple[int, ...]
     expected: list[int]
 
@@ -219,7 +220,7 @@ class Talks(RuleBasedStateMachine):
         decoding = engine.start(text, 9, prefix_cache=self.kept[kept])
         with self.target.active():
             for _ in range(chunks):
-                if decoding.prefilling:
+                if decoding.sequence.prefilling:
                     engine.advance(decoding)
         self.open.append(Open(decoding, text, expected))
         self.texts.append(text)
@@ -245,9 +246,9 @@ class Talks(RuleBasedStateMachine):
     def break_off(self, data: st.DataObject) -> None:
         """In the middle of a step: its rows are in the slots, and none is committed."""
         one = data.draw(st.sampled_from(self.open))
-        if not one.decoding.prefilling:
+        if not one.decoding.sequence.prefilling:
             with self.target.active():
-                rows = one.decoding.propose(UNBATCHED, False)
+                rows = one.decoding.sequence.propose(UNBATCHED, Rest.NONE)
                 assert isinstance(rows, ScheduledRows)
                 (output,) = forward_together(self.target, [rows])
             assert output.logits is not None

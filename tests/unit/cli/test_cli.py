@@ -27,8 +27,8 @@ from specdec.cli.race import Lane, Panes, Race, question_for
 from specdec.costs import measuring as measuring_module
 from specdec.drafting.registry import drafter_names
 from specdec.engine.config import RunConfig
+from specdec.engine.decoding import Decoding
 from specdec.engine.questions import build_prompt
-from specdec.engine.sequence import SequenceState
 from specdec.errors import ConfigError
 from specdec.native.library import library
 from tests.unit.conftest import Install
@@ -189,7 +189,7 @@ def test_json(run: Run, tiny_engine: Engine) -> None:
     assert stats["acceptance_lengths"] == expected.stats.acceptance_lengths
     assert stats["tokens_per_step"] == pytest.approx(24 / stats["steps"])
     assert stats["rows_per_step"] == pytest.approx(expected.stats.rows_per_step)
-    assert set(stats["seconds"]) == {"prefill", "draft", "target", "verify", "other", "passes"}
+    assert set(stats["seconds"]) == {"prefill", "draft", "target", "rest"}
 
 
 def test_options_reach_the_sampling(run: Run, tiny_engine: Engine) -> None:
@@ -395,7 +395,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_talk(
     """What was shown of the answer stays in the talk; at the prompt, Ctrl-C says how to leave."""
     asked: list[Any] = []
     said = iter(["hello", KeyboardInterrupt(), "never mind", "and now?", EOFError()])
-    start, step = Engine.start, SequenceState.step
+    start, step = Engine.start, Decoding.step
 
     def say(prompt: str) -> str:
         line = next(said)
@@ -407,7 +407,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_talk(
         asked.append(prompt)
         return start(engine, prompt, *given, **named)
 
-    def interrupted(decoding: SequenceState) -> Any:
+    def interrupted(decoding: Decoding) -> Any:
         if len(decoding.steps) == {1: 3, 2: 0}.get(len(asked), 99):
             raise KeyboardInterrupt
         return step(decoding)
@@ -415,7 +415,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_talk(
     monkeypatch.setattr("builtins.input", say)
     monkeypatch.setattr(sys, "stdin", Someone())
     monkeypatch.setattr(Engine, "start", watched)
-    monkeypatch.setattr(SequenceState, "step", interrupted)
+    monkeypatch.setattr(Decoding, "step", interrupted)
     arguments = ["--max-new-tokens", "8", "--dtype", "float64", "--drafter", "none"]
     assert cli.main(["chat", *arguments]) == 0
     monkeypatch.undo()

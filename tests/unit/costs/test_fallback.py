@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from drafters.kangaroo.drafter import KangarooSession
 from specdec import Context, Draft, DraftSession, Engine, Observation, SamplingParams
 from specdec.costs.fallback import Fallback
 from specdec.costs.live_curve import LiveCosts
+from specdec.costs.prices import Rest
 from specdec.drafter import DrafterWrapper
 from specdec.drafting.registry import drafter_names, make_drafter
-from specdec.engine.sequence import SequenceState
+from specdec.engine.decoding import Decoding
 from tests.fakes import Scripted, Spy
 from tests.models import greedy, prompt_of, settings_of, target_of
 from tests.tiers import each_once, turns
@@ -145,6 +147,38 @@ def test_what_pays_later_is_found_out() -> None:
     assert ".." in machine.run(60), "and what no longer does, too"
 
 
+@pytest.mark.parametrize("slower", [2.0, 5.0, 20.0, 1000.0])
+@pytest.mark.parametrize("sequences", [1, SEQUENCES])
+def test_after_a_busy_spell_what_pays_is_tried_again(slower: float, sequences: int) -> None:
+    """However much it lost meanwhile: while drafting is so much slower, and then is as it was."""
+    machine = Machine()
+    machine.run(1000, sequences=sequences)
+    machine.drafting = slower * machine.forward(2 * sequences)
+    assert ".." in machine.run(120, sequences=sequences)
+    machine.drafting = 0.0
+    taken = machine.run(2000, sequences=sequences)
+    assert "d" in taken, "within the longest rest"
+    assert ".." not in machine.run(1000, sequences=sequences), "and then it goes on"
+
+
+def test_what_loses_most_is_tried_for_the_fewest_steps() -> None:
+    """A try costs a hundredth of the longest rest, or six steps."""
+    for slower, steps in ((0.95, 24), (0.5, 10), (0.1, 6)):
+        machine = machine_of(slower)
+        machine.run(4000)
+        tries = [one.count("d") for one in re.split(r"\.\.+", machine.run(9000))]
+        assert set(tries[1:-1]) == {steps}, slower
+
+
+def test_a_rest_is_long_once_it_has_settled() -> None:
+    """Before that it may end by itself, and a session is shown what it missed of it."""
+    machine = machine_of(0.5)
+    rests = [machine.fallback.rests(SEQUENCES, False) for _ in range(100) if machine.run(1)]
+    first = rests.index(Rest.LONG)
+    assert rests[first - 15 : first] == [Rest.STEP] * 15, "and one before the first of them was seen"
+    assert set(rests[first:]) == {Rest.LONG}
+
+
 def test_companies_are_apart() -> None:
     machine = machine_of(0.5)
     machine.run(300, sequences=8, drawn=True)
@@ -214,9 +248,9 @@ class AtRandom(Fallback):
         self.asked: list[tuple[int, bool]] = []
         self.noted: list[tuple[int, bool]] = []
 
-    def rests(self, sequences: int, drawn: bool) -> bool:
+    def rests(self, sequences: int, drawn: bool) -> Rest:
         self.asked.append((sequences, drawn))
-        return self._rng.random() < 0.5
+        return self._rng.choice((Rest.NONE, Rest.NONE, Rest.STEP, Rest.LONG))
 
     def note(self, sequences: int, drawn: bool, **step: Any) -> None:
         assert step["tokens"] >= sequences
@@ -314,10 +348,10 @@ class ByLength(Fallback):
     """Rests after texts of some lengths."""
 
     def __init__(self) -> None:
-        self.decoding: SequenceState
+        self.decoding: Decoding
 
-    def rests(self, sequences: int, drawn: bool) -> bool:
-        return is_rest(len(self.decoding.tokens))
+    def rests(self, sequences: int, drawn: bool) -> Rest:
+        return Rest.STEP if is_rest(len(self.decoding.tokens)) else Rest.NONE
 
     def note(self, sequences: int, drawn: bool, **step: Any) -> None:
         pass

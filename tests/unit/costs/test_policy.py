@@ -15,7 +15,7 @@ from specdec.costs.policy import AcceptancePolicy, Patience, check_policy
 from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
 from specdec.drafting.registry import drafter_names
 from specdec.errors import ConfigError
-from tests.fakes import Oracle
+from tests.fakes import Oracle, Scripted, Spy
 from tests.models import greedy, prompt_of, settings_of, target_of
 from tests.tiers import turns
 
@@ -267,6 +267,23 @@ def test_the_engine_leaves_a_losing_drafter_alone_and_lets_a_winning_one_be() ->
     won = Engine(target, None, oracle, policy="acceptance", costs=curve_of(row=0.001)).generate(PROMPT, 60)
     assert won.token_ids == truth
     assert won.stats.tokens_per_step > 4
+
+
+def test_what_failed_for_long_is_neither_asked_nor_told_between_its_tries() -> None:
+    """At first it is, as it may be right soon, and needs what it learns."""
+    target, asked, told, most = target_of("llama"), list[int](), list[int](), 120
+    truth = greedy("llama", PROMPT, most)
+    text = [*PROMPT, *truth]
+    wrong = Scripted(lambda context, rows: Draft.chain([context.root, (text[len(context.tokens)] + 1) % 32][:rows]))
+    spy = Spy(wrong, on_draft=lambda draft: asked.append(len(draft)), on_seen=lambda *_: told.append(1))
+    found = Engine(target, None, spy, policy="acceptance", costs=curve_of(row=0.5)).generate(PROMPT, most)
+    assert found.token_ids == truth
+    assert [rows for rows in asked if rows > 1] == [rows for rows in found.stats.rows if rows > 1]
+    tries = [step for step, rows in enumerate(found.stats.rows) if rows > 1]
+    assert [after - before for before, after in pairwise(tries)] == [1, 2, 4, 8, 16, 32, 64][: len(tries) - 1]
+    last = next(at for at, (before, after) in enumerate(pairwise(tries)) if after - before == 16)
+    assert len(asked) - sum(rows > 1 for rows in asked) < tries[last] + 1, "none since"
+    assert len(told) in (len(asked), len(asked) - 1)
 
 
 @pytest.fixture

@@ -378,7 +378,7 @@ def test_the_adapters_cache_is_that_of_the_text(
         with target.active():
             decoding.prefill()
             for number in range(14):
-                decoding.context.max_rows = 1 if number % 5 == 3 else 128
+                decoding.sequence.context.max_rows = 1 if number % 5 == 3 else 128
                 lengths.add(len(decoding.step().tokens))
             drafter.session.propose(8)  # brings what waited
         assert len(lengths) > 2 or target is not shallow_target

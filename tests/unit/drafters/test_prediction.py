@@ -191,9 +191,9 @@ def test_beside_a_prefix_cache(tiny_engine: Engine) -> None:
 
 @pytest.mark.parametrize("empty", [None, "", [], np.array([], dtype=np.int64)])
 def test_an_empty_prediction_is_none(tiny_engine: Engine, empty: Any) -> None:
-    sequence = tiny_engine.start(CODE, 4, prediction=empty)
-    assert sequence.drafter is tiny_engine.drafter
-    assert sequence.result().stats.rejected_prediction_tokens == 0
+    decoding = tiny_engine.start(CODE, 4, prediction=empty)
+    assert decoding.sequence.drafter.inner is tiny_engine.drafter
+    assert decoding.result().stats.rejected_prediction_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,13 @@ from drafters.medusa.drafter import Medusa, MedusaConfig
 from drafters.union.drafter import Union, UnionConfig
 from specdec import Draft, Engine, Generation, Observation, SamplingParams, SpecdecWarning, TransformersTarget
 from specdec.drafter import BatchedSession, Context, Drafter, DrafterBase
+from specdec.engine import clocks, decoding, learning
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
-from specdec.engine import sequence as sequence_module
-from specdec.engine import step_observer
+from specdec.engine.clocks import TimedDrafter
 from specdec.errors import DraftError
 from specdec.native import library as native
-from specdec.step import forward_passes
-from specdec.step.forward_passes import Pass, Passes, Waited, run_together, timed
+from specdec.step.forward_passes import Pass, Passes, run_together, waiting_for
 from tests.fakes import Reciter
 from tests.models import new_model, prompt_of, random_adapter, random_heads, target_of
 from tests.tiers import each_once
@@ -273,7 +272,7 @@ def test_an_answer_for_each() -> None:
 
 def test_time_is_shared_and_others_time_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(forward_passes, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(clocks, "perf_counter", lambda: clock[0])
 
     def takes(seconds: float) -> None:
         clock[0] += seconds
@@ -282,28 +281,40 @@ def test_time_is_shared_and_others_time_not_counted(monkeypatch: pytest.MonkeyPa
         takes(8)
         return brought
 
-    def drafting(batch_invariant: bool) -> Passes[str]:
-        takes(1)
-        answer = yield Pass(slow, 5, batch_invariant)
-        takes(2)
-        return f"got {answer}"
+    class Session(BatchedSession):
+        def passes(self, row_budget: int) -> Passes[Any]:
+            takes(1)
+            answer = yield Pass(slow, row_budget, row_budget > 8)
+            takes(2)
+            return f"got {answer}"
 
-    waited = Waited()
-    made = timed(drafting(False), waited)
-    asked = next(made)
+        def observe(self, seen: Any) -> None:
+            takes(4)
+
+    class Slow(DrafterBase):
+        name = "slow"
+
+        def start(self, context: Any) -> Any:
+            return Session()
+
+    drafters = [TimedDrafter(Slow(())) for _ in range(4)]
+    sessions: list[Any] = [drafter.start(None) for drafter in drafters]  # type: ignore[arg-type]
+    made = [session.passes(rows) for rows, session in enumerate(sessions, 5)]
+    asked = [next(passes) for passes in made]
     takes(100)  # somebody else drafts
-    answers = run_together([asked, Pass(slow, 0), Pass(slow, 1), Pass(slow, 2)])
-    takes(100)
+    for rows, passes, answer in zip(range(5, 9), made, run_together(asked), strict=True):
+        takes(100)
+        with pytest.raises(StopIteration) as done:
+            passes.send(answer)
+        assert done.value.value == f"got {rows}"
+    assert [drafter.drafting.take().seconds for drafter in drafters] == [1 + 8 / 4 + 2] * 4
     with pytest.raises(StopIteration) as done:
-        made.send(answers[0])
+        next(waiting_for(sessions[0].passes(5), together=False))  # runs it here and now
     assert done.value.value == "got 5"
-    assert waited == Waited(passes=8 / 4, others=100 + 8 * 3 / 4 + 100)
-    waited = Waited()
-    with pytest.raises(StopIteration) as done:
-        next(timed(drafting(False), waited, together=False))  # runs it here and now
-    assert done.value.value == "got 5"
-    assert waited == Waited(passes=8)
-    assert next(timed(drafting(True), waited, together=False)).brought == 5
+    sessions[0].observe(None)
+    assert drafters[0].drafting.take().seconds == 1 + 8 + 2 + 4
+    assert next(waiting_for(sessions[0].passes(9), together=False)).batch_invariant
+    assert not any(hasattr(sessions[0], further) for further in ("readback", "sources"))
 
 
 def test_a_step_s_drafting_is_its_own_and_its_share_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,13 +325,12 @@ def test_a_step_s_drafting_is_its_own_and_its_share_of_passes(monkeypatch: pytes
         clock[0] += seconds
         return result
 
-    for module in (batches, sequence_module, step_observer, engines, forward_passes):
+    for module in (batches, decoding, learning, engines, clocks):
         monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(Doubling, "double", lambda self, tokens: takes(8, double(self, tokens)))
     engine = Engine(Reciter(lambda text: 50), None, Doubling(lambda _: takes(1)), max_rows=8)
     for one in engine.generate_batch([[1], [3]], 3, batch=2):  # two drafts each, as the last token needs none
         assert one.stats.seconds.draft == one.stats.seconds.decode == 2 * (1 + 2 * 8 / 2)
-        assert one.stats.seconds.passes == 2 * 2 * 8 / 2
 
 
 def test_a_session_of_two_methods_goes_on_as_before(tmp_path: Path) -> None:

@@ -19,15 +19,13 @@ from specdec.costs.curve import roofline
 from specdec.costs.policy import AcceptancePolicy
 from specdec.costs.prices import UNBATCHED, BatchLoad
 from specdec.drafting.joint_forward import ForwardRows, forward_together
+from specdec.engine import clocks, decoding, learning
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
-from specdec.engine import sequence as sequence_module
-from specdec.engine import step_observer
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Event, Scheduler
 from specdec.errors import ConfigError, PromptError
 from specdec.native import library as native
-from specdec.step import forward_passes
 from specdec.step.block import Block
 from specdec.step.cache import KVCache
 from specdec.step.tree import Entry
@@ -105,7 +103,7 @@ def test_a_beginning_is_the_prompt_s_time_and_a_draft_the_step_s(batch: int, mon
         clock[0] += seconds
         return result
 
-    for module in (batches, sequence_module, step_observer, engines, forward_passes):
+    for module in (batches, decoding, learning, engines, clocks):
         monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     encode, start = Engine.encode, Several.start
     monkeypatch.setattr(Engine, "encode", lambda self, prompt: takes(10, encode(self, prompt)))

@@ -10,8 +10,7 @@ import torch
 
 from specdec import Engine, SamplingParams
 from specdec.costs.live_curve import LiveCosts
-from specdec.engine import sequence, step_observer
-from specdec.step import forward_passes
+from specdec.engine import clocks, learning
 from specdec.step.first_time import FirstTimes
 from tests import seam
 from tests.launching import fused, launch
@@ -25,7 +24,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        for module in (step_observer, sequence, forward_passes):
+        for module in (learning, clocks):
             patch.setattr(module, "perf_counter", lambda: self.now)
 
     def taking(self, seconds: Callable[..., float], function: Any) -> Any:

@@ -288,7 +288,7 @@ def test_goes_on_from_what_was_interrupted(steps: int, place: str, monkeypatch: 
     decoding.prefill()
     for _ in range(steps):
         decoding.step()
-    owner: Any = target if place == "forward" else decoding.context.cache
+    owner: Any = target if place == "forward" else decoding.sequence.context.cache
     former = owner.forward if place == "forward" else owner.commit
 
     def stop(*given: Any, **named: Any) -> None:

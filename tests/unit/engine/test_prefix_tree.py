@@ -133,7 +133,7 @@ def test_a_text_that_was_left_in_the_middle_is_kept_as_far_as_it_came() -> None:
     left.prefill()
     left.step()
     text = [*left.tokens, 4]
-    cache = weakref.ref(left.context.cache)
+    cache = weakref.ref(left.sequence.context.cache)
     del left
     gc.collect()
     assert tree.nbytes > 0

@@ -55,11 +55,11 @@ def test_memory_follows_the_text_and_not_the_promise() -> None:
     model = new_model("llama", max_position_embeddings=10**9)
     expected = reference(model, PROMPT, 3)
     decoding = Engine(TransformersTarget(model)).start(PROMPT, 10**9)
-    with decoding._target.active():
+    with decoding.sequence.context.target.active():
         decoding.prefill()
         steps = [decoding.step().tokens[0] for _ in range(3)]
     assert steps == expected
-    assert decoding.cache_bytes == 1024 * 3 * 2 * 2 * 8 * 8
+    assert decoding.sequence.cache_bytes == 1024 * 3 * 2 * 2 * 8 * 8
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler")

@@ -23,9 +23,7 @@ from drafters.kangaroo.drafter import Kangaroo, KangarooSession
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.costs.curve import roofline
 from specdec.drafter import DeviceStep
-from specdec.engine import scheduler as scheduler_module
-from specdec.engine import sequence as sequence_module
-from specdec.engine import step_observer
+from specdec.engine import clocks, decoding, learning
 from specdec.engine.device_step import DeviceVerification, decide, last_row, paths_of, walk_arrays
 from specdec.errors import ConfigError, NumericalError
 from specdec.results import Step
@@ -252,16 +250,17 @@ def test_one_copy_in_and_one_out_for_all_sequences(
     each = [samplings[at % len(samplings)] for at in range(count)]
     engine = Engine(target, None, choices[0], max_rows=24, costs=roofline("cpu"))
     expected = [engine.generate(prompt, 6, params).token_ids for prompt, params in zip(prompts, each, strict=True)]
-    mode, step, counted = request.getfixturevalue("transfers"), scheduler_module.step, []
+    mode, step, counted = request.getfixturevalue("transfers"), learning.step, []
 
-    def counting(*arguments: Any) -> Any:
+    def counting(sequences: Any, *arguments: Any, **options: Any) -> Any:
         mode.counts.clear()
-        outcomes = step(*arguments)
-        if outcomes and len(outcomes) == len(arguments[0]):  # no prompt is among them, whose end some sessions read
-            counted.append((len(outcomes), dict(mode.counts)))
-        return outcomes
+        results = step(sequences, *arguments, **options)
+        drafted = sum(result.rows is not None and result.rows.draft is not None for result in results)
+        if drafted and drafted == len(sequences):  # no prompt is among them, whose end some sessions read
+            counted.append((drafted, dict(mode.counts)))
+        return results
 
-    monkeypatch.setattr(scheduler_module, "step", counting)
+    monkeypatch.setattr(learning, "step", counting)
     with mode:
         found = engine.generate_batch(prompts, 6, each, batch=count)
     assert [one.token_ids for one in found] == expected
@@ -618,7 +617,7 @@ def test_prefill_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(target, "forward", launched)
     monkeypatch.setattr(device_copies, "wait", wait)
-    for module in (sequence_module, step_observer):
+    for module in (clocks, decoding, learning):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     begun = engine.start(PROMPT, NEW)
     begun.stats.seconds.prefill = 0.0  # without what it took to begin

@@ -1,0 +1,66 @@
+"""Setup: what sequences take from their engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from specdec.costs.curve import CostCurve
+from specdec.costs.policy import RowPolicy
+from specdec.drafter import Context
+from specdec.engine.requests import Request
+from specdec.sampling.sampler import Sampler
+from specdec.step.cache import KVCache
+from specdec.target import Target
+
+__all__ = ["Pricing", "Setup", "cache_sizes", "context_of"]
+
+
+class Setup(Protocol):
+    """The attributes of an :class:`specdec.engine.engine.Engine` that a sequence uses."""
+
+    target: Target
+    tokenizer: Any
+    max_rows: int
+
+    @property
+    def chunk_rows(self) -> int:
+        """Most tokens of a prompt that go through one forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """What a sequence's drafting session is told of the cost of rows; see :class:`specdec.drafter.Context`."""
+
+    policy: RowPolicy | None
+    costs: CostCurve
+    isolated: bool
+
+
+def cache_sizes(engine: Setup, prompt_tokens: int, max_new_tokens: int) -> tuple[int, int]:
+    """Most tokens of a text, prompt and all, and most rows of one of its forwards."""
+    end = min(prompt_tokens + max_new_tokens, engine.target.context_length)
+    return end, max(engine.max_rows, min(engine.chunk_rows, prompt_tokens))
+
+
+def context_of(
+    engine: Setup, request: Request, pricing: Pricing, sampler: Sampler, cache: KVCache, capacity: int
+) -> Context:
+    """What a sequence's drafting session sees; ``capacity``: most tokens of its text."""
+    return Context(
+        target=engine.target,
+        cache=cache,
+        tokens=sampler.tokens,
+        prompt_length=len(sampler.tokens),
+        remaining=capacity - len(sampler.tokens),
+        max_rows=request.max_rows or engine.max_rows,
+        sampling=sampler.params,
+        noise=sampler.noise,
+        rng=random.Random(sampler.params.seed),
+        costs=pricing.costs,
+        policy=pricing.policy,
+        isolated=pricing.isolated,
+        prediction=cast(Sequence[int], request.prediction or ()),
+    )

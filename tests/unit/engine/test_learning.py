@@ -1,0 +1,242 @@
+"""Learning: a step knows no clock; what is timed around it adds up."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import specdec
+from drafters.heads.eagle import Eagle
+from specdec import Draft, Engine, SamplingParams
+from specdec.costs.fallback import Fallback
+from specdec.costs.prices import Rest
+from specdec.drafter import RestingSession
+from specdec.drafting.registry import make_drafter
+from specdec.engine import clocks, decoding, learning
+from specdec.engine import engine as engines
+from specdec.engine import scheduler as batches
+from specdec.step import device_copies
+from tests.fakes import Reciter, Scripted
+from tests.models import prompt_of, settings_of, target_of
+from tests.tiers import each_once
+
+PACKAGE = Path(specdec.__file__).parent
+TIMELESS = [*sorted((PACKAGE / "step").glob("*.py")), PACKAGE / "engine/sequence.py", PACKAGE / "engine/step.py"]
+
+
+class Own(Scripted):
+    """A session of its own for each sequence, which proposes the root alone and is shown prompts."""
+
+    taps = frozenset({0})
+
+    def __init__(self) -> None:
+        super().__init__(lambda context, _: Draft.chain([context.root]))
+
+    def start(self, context: Any) -> Any:
+        return Scripted(self.draft).start(context)
+
+
+@pytest.mark.parametrize("file", TIMELESS, ids=lambda file: file.stem)
+def test_a_step_reads_no_clock(file: Path) -> None:
+    imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name for node in imports for name in (getattr(node, "module", None), *(one.name for one in node.names))}
+    assert not names & {"time", "perf_counter", "monotonic", "process_time", "timeit"}
+    assert not any(name and name.startswith(("specdec.costs.fallback", "specdec.costs.live_curve")) for name in names)
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_seconds_are_divided_among_what_took_them(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which a forward takes 10 and a proposal 1, an observation 2, and 4 for the mask of a step."""
+    now, engine = [0.0], Engine(Reciter(lambda text: 50), None, Own())
+
+    def taking(owner: Any, name: str, seconds: float) -> None:
+        function = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            now[0] += seconds
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for module in (batches, clocks, decoding, engines, learning):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    taking(engine.target, "forward", 10)
+    taking(Scripted, "propose", 1)
+    taking(Scripted, "observe", 2)
+    taking(learning, "step", 4)
+    found = engine.generate_batch([[1, 2], [3, 4]], 3, batch=batch) if batch else [engine.generate([1, 2], 3)]
+    for one in found:
+        spent = one.stats.seconds
+        assert spent.prefill == (10 + 4) / len(found) + 2
+        assert spent.target == 3 * 10 / len(found)
+        assert spent.draft == 2 * (1 + 2)  # the last token needs no draft, and nothing is learned of it
+        assert spent.rest == 3 * 4 / len(found)
+        assert spent.decode == spent.target + spent.draft + spent.rest
+
+
+class Asleep(Fallback):
+    """Rests for long while ``asleep`` says so of the number of calls."""
+
+    def __init__(self, asleep: Any = lambda calls: True) -> None:
+        self._asleep, self._calls = asleep, 0
+
+    def rests(self, sequences: int, drawn: bool) -> Rest:
+        self._calls += 1
+        return Rest.LONG if self._asleep(self._calls) else Rest.NONE
+
+    def note(self, sequences: int, drawn: bool, **step: Any) -> None:
+        pass
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch's operations, copies and new tensors among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(engine: Engine, sampling: SamplingParams | None, forwards: list[Any]) -> tuple[list[int], list[int]]:
+    """The text, and torch's operations of its prompt and of each step."""
+    forward, counts = engine.target.forward, list[int]()
+
+    def noted(block: Any, **options: Any) -> Any:
+        forwards.append((block.rows, options))
+        return forward(block, **options)
+
+    with pytest.MonkeyPatch.context() as patch, engine.target.active():
+        patch.setattr(engine.target, "forward", noted)
+        one = engine.start(prompt_of(20), 12, sampling)
+        while one.finish_reason is None:
+            with Counted() as counted:
+                one.prefill() if one.sequence.prefilling else one.step()
+            counts.append(counted.count)
+    return one.tokens, counts
+
+
+RESTED = ("kangaroo", "medusa", "eagle", "dflash", "token_recycling", "draft_model", "auto", "union")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sampling"), each_once(RESTED, [None, SamplingParams(temperature=0.8, acceptance="match", seed=1)])
+)
+def test_a_drafter_at_rest_costs_what_none_does(drafter: str, sampling: Any, tmp_path: Path) -> None:
+    """Forwards of as many rows, for as many logits and without hidden states; and as many operations beside them."""
+    target, forwards = target_of("llama"), list[Any]()
+    plain = operations(Engine(target, None, "none"), sampling, forwards)
+    expected = [*forwards]
+    for options in settings_of(drafter, target, tmp_path):
+        engine = Engine(target, None, options)
+        engine.fallback = Asleep()
+        forwards.clear()
+        assert operations(engine, sampling, forwards) == plain, options
+        assert forwards == expected, options
+
+
+@pytest.mark.parametrize("drafter", ["medusa", "kangaroo", "token_recycling", "union"])
+def test_on_a_device_a_drafter_at_rest_copies_what_none_does(
+    drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of tensors and of their values, from the device and to it."""
+    target, copied = target_of("llama"), list[list[int]]()
+    monkeypatch.setattr(device_copies, "is_apart", lambda device: True)
+    out, to = device_copies.copy_out, device_copies.copy_in
+
+    def read(tensors: Any) -> Any:
+        copied.append([tensor.numel() for tensor in tensors])
+        return out(tensors)
+
+    def sent(arrays: Any, device: Any) -> Any:
+        copied.append([array.size for array in arrays.values()])
+        return to(arrays, device)
+
+    monkeypatch.setattr(device_copies, "copy_out", read)
+    monkeypatch.setattr(device_copies, "copy_in", sent)
+    plain = Engine(target, None, "none").generate(prompt_of(20), 12)
+    expected = [*copied]
+    assert len(expected) >= 12
+    for options in settings_of(drafter, target, tmp_path):
+        engine = Engine(target, None, options)
+        engine.fallback = Asleep()
+        copied.clear()
+        assert engine.generate(prompt_of(20), 12).token_ids == plain.token_ids
+        assert copied == expected, options
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "kangaroo",
+        "medusa",
+        "eagle",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "auto", "union")),
+    ],
+)
+def test_after_a_long_rest_it_drafts_again(drafter: str, tmp_path: Path) -> None:
+    """From what it sees from then on; the text is plain decoding's, also where the rest began in the prompt."""
+    target = target_of("llama")
+    text = Engine(target).generate(prompt_of(20), 60).token_ids
+    for options in settings_of(drafter, target, tmp_path):
+        for asleep in (lambda calls: calls < 25, lambda calls: 2 < calls % 25 < 20):
+            engine = Engine(target, None, options, max_rows=24, prefill_chunk=8)
+            engine.fallback = Asleep(asleep)
+            found = engine.generate(prompt_of(20), 60)
+            assert found.token_ids == text, options
+            assert max(found.stats.rows[-20:]) > 1, options
+
+
+def test_after_a_long_rest_a_head_reads_each_token_beside_its_state(tmp_path: Path) -> None:
+    """EAGLE's rows read a state and the token behind it: those before the first draft end in the root."""
+    target, read = target_of("llama"), list[list[int]]()
+    for options in settings_of("eagle", target, tmp_path):
+        drafter = make_drafter(options, target)
+        assert isinstance(drafter, Eagle)
+        guess = drafter.guess
+
+        def noted(brought: Any, guess: Any = guess) -> Any:
+            read.extend([*nodes.block.ids] for nodes in brought)
+            return guess(brought)
+
+        with pytest.MonkeyPatch.context() as patch, target.active():
+            patch.setattr(drafter, "guess", noted)
+            engine = Engine(target, None, drafter, max_rows=24)
+            engine.fallback = Asleep(lambda calls: calls % 12 < 6)
+            one, drafts = engine.start(prompt_of(20), 60), 0
+            one.prefill()
+            while one.finish_reason is None:
+                read.clear()
+                before = [*one.tokens]
+                one.step()
+                if read and not drafter.at_once:
+                    drafts += 1
+                    assert read[0] == before[-len(read[0]) :], options
+        assert drafts > 5 or drafter.at_once
+
+
+@pytest.mark.parametrize("drafter", ["medusa", pytest.param("kangaroo", marks=pytest.mark.slow)])
+def test_guesses_after_a_long_rest_are_as_good_as_before(drafter: str, tiny_engine: Engine) -> None:
+    """Of the heads that come with the embedded model: what they did not see of the text costs few tokens."""
+    prompt = "import os\nimport sys\n\n\ndef main():\n"
+    engine = tiny_engine.with_drafter(drafter, policy="off")
+    awake = engine.generate(prompt, 120)
+    engine.fallback = Asleep(lambda calls: calls < 40)
+    rested = engine.generate(prompt, 120)
+    assert rested.token_ids == awake.token_ids
+    assert set(rested.stats.acceptance_lengths[:38]) == {1}
+    after = rested.stats.acceptance_lengths[40:]
+    assert sum(after) / len(after) > 0.8 * awake.stats.tokens_per_step
+
+
+def test_a_session_that_cannot_do_without_is_shown_all(tmp_path: Path) -> None:
+    target = target_of("llama")
+    engine = Engine(target, None, settings_of("mtp", target, tmp_path)[0])
+    session = engine.start([1, 2, 3], 2).sequence.session
+    assert not isinstance(session, RestingSession)
