@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from specdec.costs.curve import CostCurve
+    from specdec.costs.shares import Shares
 
 __all__ = ["plot", "table", "tune"]
 
@@ -48,6 +49,7 @@ def tune(
 
     from specdec.costs.measuring import LENGTHS, ROWS, describe, measure, stored_at
     from specdec.costs.plots import require_bench_extra
+    from specdec.costs.shares import shares
     from specdec.engine.load import load
 
     options = resolve(TuneOptions, given, where="tune")
@@ -68,7 +70,10 @@ def tune(
             seconds=seconds,
             progress=lambda share: progress.update(task, completed=share),
         )
-    Console().print(table(curve))
+    found = shares(curve, target)
+    Console().print(table(curve, found))
+    if found is not None:
+        Console().print(found.describe())
     path = out or stored_at(describe(target))
     with writing("the figures to", path, "give another --out"):
         curve.save(path)
@@ -78,15 +83,16 @@ def tune(
         errors.print(f"drawn in {figure}", soft_wrap=True)
 
 
-def table(curve: CostCurve) -> Table:
-    """Rows down, lengths across: milliseconds, and times one row."""
+def table(curve: CostCurve, found: Shares | None = None) -> Table:
+    """Rows down, lengths across: milliseconds, times one row, and what the limits' share of them is."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     machine = curve.machine
     threads = f", {machine['threads']} thread(s)" if machine.get("threads") else ""
+    share = "" if found is None else "; the cores' limit, as a share of it"
     sheet = Table(
-        title=f"{machine['model']}, {machine['dtype']}, {machine['device']}{threads}\nms a forward (x one row)",
+        title=f"{machine['model']}, {machine['dtype']}, {machine['device']}{threads}\nms a forward (x one row{share})",
         title_justify="left",
         box=SIMPLE_HEAD,
     )
@@ -94,7 +100,10 @@ def table(curve: CostCurve) -> Table:
     for length in curve.lengths:
         sheet.add_column(f"after {length:,}", justify="right")
     for number, count in enumerate(curve.rows):
-        cells = [f"{times[number] * 1e3:.2f} ({times[number] / times[0]:.2f})" for times in curve.seconds]
+        cells = []
+        for length, times in enumerate(curve.seconds):
+            share = "" if found is None else f"; {found.of[length][number]:.2f}"
+            cells.append(f"{times[number] * 1e3:.2f} ({times[number] / times[0]:.2f}{share})")
         sheet.add_row(str(count), *cells)
     return sheet
 

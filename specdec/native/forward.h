@@ -47,6 +47,18 @@ static void look_up_row(const Product *p, int64_t number, void *y, int half) {
     }
 }
 
+/* Whether the weights that a pass reads are so few that they are still in the caches at the next one. */
+static int stay_cached(const Layer *layers, int64_t first, int64_t last, const Head *head) {
+    int64_t bytes = head ? weight_bytes(&head->product) : 0;
+    for (const Layer *l = layers + first; l < layers + last; l++) {
+        const Experts *e = l->experts;
+        bytes += weight_bytes(&l->qkv) + weight_bytes(&l->out);
+        const int64_t mlp = weight_bytes(e ? e->gate_up : &l->gate_up) + weight_bytes(e ? e->down : &l->down);
+        bytes += e ? e->count * mlp : mlp;
+    }
+    return bytes <= CACHED;
+}
+
 /* Runs `hidden` [rows, m->hidden], or where it is NULL the embeddings of the rows' tokens, through layers [first,
  * last), and writes the result to `out`; all in the model's dtype. taps[n], unless it or `taps` is NULL, receives
  * the input of layer n. Unless `head` is NULL, read_head follows. Returns 0, or 1 without memory, or 2 for a token
@@ -71,7 +83,9 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
     float *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *grouped = gates + beside;
     float *rest = grouped + rows * gathered(widest), *read = rest + attending;
     const Room room = mlp_room(m, rows, normed, grouped, stream, apart, gates);
+    const int cached = stay_cached(layers, first, last, head);
     AS_TEAM {
+        team->cached = cached;
         SHARED(r, rows) {
             if (hidden) widen_all(row_of(hidden, r, size, half), stream + r * width, size, half);
             else look_up_row(all->embedding, all->tokens[r], stream + r * width, 0);

@@ -3,6 +3,9 @@
 /* Floats that a row of `count` inputs takes in the layout of tiles. */
 INLINE int64_t gathered(int64_t count) { return HAS_TILES ? count + (count + 1) / 2 : 0; }
 
+/* Floats that a row of logits takes for each thread while it is summed by tiles. */
+enum { SUMMED = HAS_TILES ? STRIP : 0 };
+
 /* Scratch of so many floats, to be given back. Buffers are kept for the next calls, up to a size: otherwise the
  * system takes their pages back after every forward of many rows, and has to clear new ones for the next. There are
  * two, as a call with scratch of its own may run layers. */
@@ -142,7 +145,7 @@ static void read_head(const Shape *m, const Head *head, const void *hidden, int6
     const Product *p = &head->product;
     const int64_t size = m->hidden, half = m->half;
     float *x = scratch, *grouped = x + count * apart_by(size), *sums = grouped + count * gathered(size);
-    float *all = sums + team->count * count * STRIP;
+    float *all = sums + team->count * count * SUMMED;
     if (normed)
         SHARED(r, rows) {
             widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
@@ -170,5 +173,5 @@ static void read_head(const Shape *m, const Head *head, const void *hidden, int6
 
 /* Floats of scratch that it needs. */
 static int64_t room_for_head(const Shape *m, int64_t rows, const void *normed, int64_t count, int threads) {
-    return (normed ? rows : 0) * m->hidden + count * (apart_by(m->hidden) + gathered(m->hidden) + threads * STRIP);
+    return (normed ? rows : 0) * m->hidden + count * (apart_by(m->hidden) + gathered(m->hidden) + threads * SUMMED);
 }

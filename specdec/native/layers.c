@@ -2,6 +2,7 @@
 #include "machine.h"
 #include "types.h"
 #include "vectors.h"
+#include "processors.h"
 #include "products.h"
 #include "tiles.h"
 #include "blocks.h"
@@ -24,4 +25,5 @@
 #include "chain.h"
 #include "growth.h"
 #include "block_head.h"
+#include "limits.h"
 #include "abilities.h"

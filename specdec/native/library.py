@@ -289,7 +289,7 @@ def _load(path: Path) -> Any:
             loaded.specdec_grow_block,
         ):
             allocating.errcheck = _check_done
-        loaded.specdec_panel_bytes.restype = ctypes.c_int64
+        loaded.specdec_panel_bytes.restype = loaded.specdec_multiply.restype = ctypes.c_int64
         loaded.specdec_sigmoid.restype = ctypes.c_double
         loaded.specdec_kind.restype = loaded.specdec_arithmetic.restype = ctypes.c_char_p
         if [loaded.specdec_kind(n) for n in range(len(Kind) + 1)] != [*(kind.name.encode() for kind in Kind), None]:

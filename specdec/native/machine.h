@@ -21,6 +21,7 @@
 #include <omp.h>
 #endif
 #ifdef __SSE2__
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -46,27 +47,40 @@
 #else
 #define FUSES 0
 #endif
-#ifdef __AVX512F__ /* 24 sums of 16 values in registers, beside the weights: 6 rows of 4 vectors */
+/* So many rows have their sums in registers at once: MOST_ROWS of a panel's weights, TWIN of those of two panels; FEW of a
+ * block's, FEW_CODED of them where codes are extracted as well. */
+#ifdef __AVX512F__ /* 28 sums of 16 values, beside the weights: 14 rows of the 2 vectors of a panel */
 #define LANES 16
-enum { FEW = 6, FEW_CODED = 4, SHARES = 1 };
+enum { MOST_ROWS = 14, TWIN = 6, FEW = 6, FEW_CODED = 4 };
 #elif defined(__AVX2__) || defined(__aarch64__)
 /* 12 sums of 8 values: 3 rows of 4 vectors, or 6 rows of two vectors and then two more, which reads less */
 #define LANES 8
-enum { FEW = 6, FEW_CODED = 4, SHARES = 4 };
+enum { MOST_ROWS = 6, TWIN = 0, FEW = 6, FEW_CODED = 4 };
 #else /* a vector is two registers, and there are 16: more rows would only take the compiler minutes */
 #define LANES 8
-enum { FEW = 2, FEW_CODED = 1, SHARES = 4 };
+enum { MOST_ROWS = 2, TWIN = 0, FEW = 2, FEW_CODED = 1 };
 #endif
-/* FEW rows have their sums in registers at once; FEW_CODED of them where codes are extracted as well. */
-enum { MANY = 12 }; /* groups of rows; from so many on, keeping decoded weights costs less than decoding them again */
-/* A strip is one panel or two, side by side, that are multiplied with the rows in registers. */
+/* Rows whose sums are kept in one place while a stretch of a panel's weights, which they share, is in the cache. */
+enum { CROWDED = 84 };
+enum { SHARES = 4 };   /* passes over a stretch that prefetch the next one, at most */
+enum { WIDENS = LANES == 8 }; /* whether widening bfloat16 costs so much that many rows do it once */
+enum { CACHED = 16 << 20 }; /* bytes of weights that stay in the caches from pass to pass */
+/* A strip is one panel or two, side by side. */
 enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };
+enum { STRETCH_BYTES = 4 * PANEL * STRETCH }; /* of a panel, at most */
 /* Values of a block whose maximum is computed at once, and the most such blocks of a row. */
 enum { PEAK = 256, BLOCKS = 1024 };
 /* Heads of rows that attend at once, so that their keys are read once, and vectors of each head's values that are added
  * at once. */
 enum { UNITS = 3, WIDE = LANES / 4 };
-enum { AHEAD = 4096 };    /* bytes by which blocks and tiles of weights are prefetched */
+/* Bytes by which blocks and tiles of weights are prefetched, and the cache level to prefetch them into: the second one;
+ * on AMD's processors they are marked as needed once, which leaves more of the caches to other data. */
+enum { AHEAD = 4096 };
+#if LANES == 16 && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__)) /* macros of gcc and clang */
+enum { LOCALITY = 0 };
+#else
+enum { LOCALITY = 2 };
+#endif
 enum { PATIENCE = 4096 }; /* spins at a barrier before a thread yields its processor */
 
 /* Kinds of weights: float32; bfloat16; bfloat16 in pairs of inputs, for rows in bfloat16; the latter two coded, in
@@ -126,6 +140,7 @@ INLINE void restore_rounding(const Rounding *host) { set_rounding(*host); }
 typedef struct {
     Meeting *meeting;
     int64_t me, count, processors;
+    int64_t cached; /* whether weights are in the caches */
     Rounding host;
 } Team;
 
@@ -139,9 +154,9 @@ INLINE Team *leave(Team *own) {
 }
 
 #ifdef _OPENMP
-#define TEAM_OF(meeting) {(meeting), omp_get_thread_num(), omp_get_num_threads(), omp_get_num_procs(), 0}
+#define TEAM_OF(meeting) {(meeting), omp_get_thread_num(), omp_get_num_threads(), omp_get_num_procs(), 0, 0}
 #else
-#define TEAM_OF(meeting) {(meeting), 0, 1, 1, 0}
+#define TEAM_OF(meeting) {(meeting), 0, 1, 1, 0, 0}
 #endif
 /* Begins a block that `threads` threads run; each has a `team` with its own index. */
 #define AS_TEAM                                                         \

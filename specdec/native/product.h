@@ -9,49 +9,139 @@ INLINE void ready(const Product *p, float *x) {
     if (p->kind == INT8_QUANTISED) round_row_to_bytes(x, p->inputs);
 }
 
+#if HAS_TILES
+/* The product by tiles; y is scratch [threads, rows, STRIP] unless `out` is NULL. */
+static void product_by_tiles(const Product *p, const float *x, float *grouped, float *y, int64_t y_stride, int64_t rows,
+                             int onto, void *out, int half, const Team *team) {
+    const int64_t most = TILE / parts_of(p), groups = (rows + most - 1) / most, me = team->me, count = team->count;
+    const int64_t all = padded(p->outputs) / STRIP * groups; /* threads share a strip's groups of rows */
+    SHARED(g, groups) { /* rows of one product of tiles are stored side by side */
+        const int64_t row = rows * g / groups;
+        gather_tiles(p, x, (char *)grouped, row, rows * (g + 1) / groups - row);
+    }
+    meet(team);
+    int64_t shaped = 0;
+    for (int64_t at = all * me / count, last = all * (me + 1) / count, begin, end; at < last; at += end - begin) {
+        begin = at % groups;
+        end = groups - begin < last - at ? groups : begin + last - at;
+        if (end - begin > CROWD) end = begin + CROWD;
+        const int64_t strip = at / groups, stride = out ? STRIP : y_stride, left = p->outputs - strip * STRIP;
+        float *own = out ? y + me * rows * STRIP : y + strip * STRIP;
+        multiply_tiles(p, (const char *)grouped, own, stride, rows, strip, begin, end, onto, &shaped);
+        for (int64_t r = rows * begin / groups; out && r < rows * end / groups; r++)
+            store(out, r * p->outputs + strip * STRIP, own + r * STRIP, left < 0 ? 0 : left < STRIP ? left : STRIP, half);
+    }
+    release_tiles();
+    meet(team);
+}
+#endif
+
+/* A panel's y [rows, PANEL] += rows times its odd weights. */
+static void add_odd(const Product *p, int64_t panel, const float *x, float *y, int64_t rows) {
+    const int64_t x_stride = apart_by(p->inputs);
+    const int pairs = paired(p->kind);
+    for (int64_t at = odd_from(p, panel); at < odd_from(p, panel + 1); at++) {
+        const Odd *o = p->odd + at;
+        const float *input = x + (o->input >> pairs); /* the input, or its pair */
+        const uint32_t mask = pairs ? 0xffff0000 : ~0u;
+        const int shift = pairs && o->input % 2 == 0 ? 16 : 0;
+        for (int64_t r = 0; r < rows; r++) {
+            uint32_t bits;
+            float value;
+            memcpy(&bits, input + r * x_stride, sizeof bits);
+            bits = bits << shift & mask;
+            memcpy(&value, &bits, sizeof value);
+            float *to = y + r * PANEL + o->output % PANEL;
+            *to = fused_one(o->value, value, *to);
+        }
+    }
+}
+
+/* Prefetches a panel's odd weights, up to a few lines, which are needed when it has been read. */
+INLINE void ask_for_odd(const Product *p, int64_t panel) {
+    if (!p->odd) return;
+    const Odd *first = p->odd + odd_from(p, panel), *end = p->odd + odd_from(p, panel + 1);
+    for (int line = 0; line < 4 && first < end; line++, first += 64 / sizeof(Odd)) __builtin_prefetch(first);
+}
+
+/* The outputs of a panel; the last panels may have fewer, or none. */
+INLINE int64_t outputs_of(const Product *p, int64_t panel) {
+    const int64_t left = p->outputs - panel * PANEL;
+    return left < 0 ? 0 : left < PANEL ? left : PANEL;
+}
+
+/* Adds odd weights and bias to a panel's sums [rows, PANEL], and writes them to y [rows, y_stride], or to `out`. */
+static void finish_panel(const Product *p, int64_t panel, const float *x, float *sums, float *y, int64_t y_stride,
+                         int64_t first, int64_t rows, void *out, int half) {
+    const int64_t at = panel * PANEL, count = outputs_of(p, panel);
+    add_odd(p, panel, x + first * apart_by(p->inputs), sums, rows);
+    for (int64_t r = 0; r < rows; r++) {
+        float *own = sums + r * PANEL;
+        for (int64_t o = 0; p->bias && o < count; o++) own[o] += p->bias[at + o];
+        if (out) store(out, (first + r) * p->outputs + at, own, count, half);
+        else memcpy(y + (first + r) * y_stride + at, own, PANEL * sizeof(float));
+    }
+}
+
+/* What a thread reads next: `left` panels of a product from `panel` on, `panels` at once, or if none is left the next
+ * product's. */
+static Ahead ahead_of(const Product *p, const Product *next, int64_t panel, int64_t panels, int64_t left,
+                      const Team *team) {
+    const int64_t size = panel_bytes(p), most = size < STRETCH_BYTES ? size : STRETCH_BYTES;
+    if (left > 0) {
+        const char *first = (const char *)p->weight + panel * size;
+        return (Ahead){first, panels > 1 && left > 1 ? first + size : NULL};
+    }
+    if (!next || in_blocks(next) || (HAS_TILES && next->tiles)) return (Ahead){NULL, NULL};
+    const char *weight = (const char *)next->weight, *end = weight + weight_bytes(next);
+    const char *first = weight + padded(next->outputs) / PANEL * team->me / team->count * panel_bytes(next);
+    if (end - first < most) return (Ahead){NULL, NULL};
+    return (Ahead){first, panels > 1 && end - first - panel_bytes(next) >= most ? first + panel_bytes(next) : NULL};
+}
+
+/* The product by vectors, which reads its panels as one stream. */
+static void product_by_vectors(const Product *p, const Product *next, const float *x, float *y, int64_t y_stride,
+                               int64_t rows, int onto, void *out, int half, const Team *team) {
+    float sums[CROWDED * PANEL] __attribute__((aligned(64)));
+    const int64_t groups = groups_of(p, rows), most = CROWDED / rows_at_once(p->kind), pair = PAIR / PANEL;
+    /* Threads share a panel's groups of rows, as a weight may have few panels. */
+    const int64_t all = padded(p->outputs) / PANEL * groups;
+    const int64_t first = all * team->me / team->count, last = all * (team->me + 1) / team->count;
+    const int twin = reads_twins(rows, team->cached);
+    for (int64_t at = first, begin, end; at < last;) {
+        const int64_t panel = at / groups;
+        begin = at % groups;
+        end = groups - begin < last - at ? groups : begin + last - at;
+        if (end - begin > most) end = begin + most;
+        const int panels = twin && last - at >= pair ? pair : 1;
+        const int64_t row = rows * begin / groups, count = rows * end / groups - row;
+        for (int n = 0; n < panels; n++) {
+            ask_for_odd(p, panel + n);
+            for (int64_t r = 0; onto && r < count; r++)
+                memcpy(sums + (n * count + r) * PANEL, y + (row + r) * y_stride + (panel + n) * PANEL, 4 * PANEL);
+        }
+        const int64_t done = end - begin + panels - 1;
+        const Ahead then = ahead_of(p, next, (at + done) / groups, panels, last - at - done, team);
+        multiply_panels(p, x, sums, rows, begin, end, panel, panels, onto, then);
+        for (int n = 0; n < panels; n++)
+            finish_panel(p, panel + n, x, sums + n * count * PANEL, y, y_stride, row, count, out, half);
+        at += done;
+    }
+    meet(team);
+}
+
 /* y [rows, y_stride] = x [rows, apart_by(inputs)], each row `ready`, times the weight, plus the bias; with `onto`,
  * it is added to y. `grouped` has room for x in the layout of tiles. `next`, unless NULL, is the product that
  * follows, for prefetching. Unless `out` is NULL, the result goes there, [rows, outputs], in bfloat16 if `half`; y
- * is then scratch [threads, rows, STRIP]. */
+ * is then scratch [threads, rows, STRIP] for tiles, and `onto` is 0. */
 static void product(const Product *p, const Product *next, const float *x, float *grouped, float *y, int64_t y_stride,
                     int64_t rows, int onto, void *out, int half, const Team *team) {
-    if (in_blocks(p)) {
-        product_in_blocks(p, x, y, y_stride, rows, onto, out, half, team);
-        return;
-    }
-    const int tiles = HAS_TILES && p->tiles;
-    const int64_t most = tiles ? TILE / parts_of(p) : FEW;
-    const int64_t groups = (rows + most - 1) / most, me = team->me, count = team->count;
-    /* Threads share a strip's groups of rows; a single group is shared by panels, as a weight may have few strips. */
-    const int64_t panels = tiles || out || groups > 1 ? 1 : STRIP / PANEL, each = groups * panels;
-    const int64_t all = padded(p->outputs) / STRIP * each;
-    if (tiles) { /* rows of one product of tiles are stored side by side */
-        SHARED(g, groups) gather_tiles(p, x, (char *)grouped, rows * g / groups, rows * (g + 1) / groups - rows * g / groups);
-        meet(team);
-    }
-    int64_t shaped = 0;
-    for (int64_t at = all * me / count, last = all * (me + 1) / count, begin, end; at < last; at += end - begin) {
-        begin = at % each;
-        end = each - begin < last - at ? each : begin + last - at;
-        if (tiles && end - begin > CROWD) end = begin + CROWD;
-        const int64_t strip = at / each, stride = out ? STRIP : y_stride;
-        float *own = out ? y + me * rows * STRIP : y + strip * STRIP;
-        if (tiles) multiply_tiles(p, (const char *)grouped, own, stride, rows, strip, begin, end, onto, &shaped);
-        else {
-            Strip then = {0}; /* the strip that this thread does next */
-            if (at + end - begin < last) then = strip_of(p, strip + 1, 0);
-            else if (next && !in_blocks(next)) {
-                const int64_t there = padded(next->outputs) / STRIP * each * me / count;
-                then = strip_of(next, there / each, there % panels);
-            }
-            if (end - begin < panels) multiply_panel(p, x, own, stride, rows, strip, begin, onto, then);
-            else multiply_strip(p, x, own, stride, rows, strip, begin / panels, end / panels, onto, then);
-        }
-        for (int64_t r = rows * begin / groups; out && r < rows * end / groups; r++)
-            store(out, r * p->outputs + strip * STRIP, own + r * STRIP, outputs_of(p, strip), half);
-    }
-    if (tiles) release_tiles();
-    meet(team);
+    if (in_blocks(p)) product_in_blocks(p, x, y, y_stride, rows, onto, out, half, team);
+#if HAS_TILES
+    else if (p->tiles) product_by_tiles(p, x, grouped, y, y_stride, rows, onto, out, half, team);
+#endif
+    else product_by_vectors(p, next, x, y, y_stride, rows, onto, out, half, team);
+    (void)grouped;
 }
 
 /* The inverse of the root of the mean of squares, plus epsilon. */

@@ -1,4 +1,4 @@
-/* Products: panels of weights times rows whose sums are in registers. */
+/* Products: a panel of weights at a time, times rows whose sums are in registers. */
 
 /* Whether rows are in bfloat16 as well; whether weights are coded. */
 INLINE int paired(const int kind) { return kind == PAIRS || kind == CODED_PAIRS; }
@@ -15,8 +15,8 @@ INLINE floats add_times(floats sum, floats a, floats b, const int kind) {
 }
 
 /* The same with one float, or one pair, for all lanes. */
-INLINE floats accumulate(floats sum, floats weight, const float *x, const int kind) {
-    if (!paired(kind)) return add_times(sum, weight, spread(*x), kind);
+INLINE floats accumulate(floats sum, floats weight, const void *x, const int kind) {
+    if (!paired(kind)) return add_times(sum, weight, spread(*(const float *)x), kind);
     int32_t two;
     memcpy(&two, x, sizeof two);
     return add_times(sum, weight, (floats)(two - (ints){0}), kind);
@@ -46,139 +46,153 @@ INLINE void decode(const char *from, __m512i highs, floats weight[2]) {
 #define READS_CODES 0
 #endif
 
-/* A product of `steps` inputs, or pairs of inputs, with a strip of outputs. */
+/* Steps of a panel, or of two, times a group of rows; a step is an input, a pair of inputs, or of CODED two inputs. */
 typedef struct {
-    const float *x;     /* [rows, x_stride] inputs, or pairs of them */
-    float *y;
+    const char *x; /* [rows, x_stride] bytes of inputs */
+    float *y;      /* [rows, PANEL] sums; those of a second panel are `y_apart` floats further */
     const uint8_t *highs;
-    const char *weight; /* the first panel; the next one is `apart` bytes further */
-    const char *soon;   /* to prefetch for one panel, or for both, `soon_apart` bytes apart; or NULL */
-    int64_t soon_step;  /* bytes to prefetch at a step */
-    float *wide;        /* [panels][STRETCH][PANEL] receives decoded weights, as float32 or pairs; or NULL */
-    int64_t x_stride, y_stride, apart, soon_apart, steps;
+    const char *weight; /* a second panel's are `apart` bytes further */
+    const char *soon, *beside; /* what to prefetch meanwhile, and of a second panel; or NULL */
+    int64_t soon_step, parts;  /* bytes of it at each step; passes that share it, this one included */
+    float *wide;               /* receives the weights, widened from bfloat16; or NULL */
+    int64_t x_stride, y_apart, apart, steps;
     int64_t onto; /* whether y is added to */
-    int64_t lead; /* steps by which weights are prefetched ahead; `steps` where only `soon` is prefetched */
 } Task;
 
-/* The cache level to prefetch into, and the most bytes to prefetch ahead of a panel's reading: the second level, a
- * stretch ahead, as the first is too small. On AMD's processors, weights are marked as needed once and prefetched
- * little ahead: that reads them faster and leaves more of the caches to other data. */
-#if LANES == 16 && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__)) /* macros of gcc and clang */
-enum { LOCALITY = 0, LEAD = 5120 };
-#else
-enum { LOCALITY = 2, LEAD = 4 * STRETCH * PANEL };
-#endif
+/* The most rows of a group: two decoded vectors of each of two inputs take registers of their own. */
+INLINE int rows_at_once(const int kind) { return LANES == 16 && kind == CODED ? 12 : MOST_ROWS; }
 
-/* Prefetches. */
-INLINE void ask(const char *soon, int64_t apart, const int lines) {
-#pragma GCC unroll 2
-    for (int at = 0; at < 64 * lines; at += 64) {
-        __builtin_prefetch(soon + at, 0, LOCALITY);
-        if (apart) __builtin_prefetch(soon + at + apart, 0, LOCALITY);
+/* Vectors [from, to) of the weights of a step, the even input's first. */
+INLINE void read_weights(const Task *t, const char *at, floats weight[2][VECTORS], const int from, const int to,
+                         const int kind) {
+#if READS_CODES
+    if (coded(kind)) {
+        const __m512i highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)t->highs));
+        for (int v = from; v < to; v += 2) decode(at + v / 2 * t->apart, highs, weight[0] + v);
     }
-}
-
-/* Sums += x, row by row, times vectors [from, to) of the weight's steps [begin, end). Each step prefetches `step`
- * bytes from `soon` on, and as many `apart` bytes further, for `asks` panels. If `asks` is below 0, that is the
- * first panel unless `soon` is NULL, and the second unless `apart` is 0. */
-INLINE void multiply_steps(const Task *t, const float *const x[FEW], floats sums[FEW][VECTORS], int64_t begin, int64_t end,
-                           const char *soon, int64_t step, int64_t apart, const int rows, const int from, const int to,
-                           const int kind, const int asks) {
-    const int panels = (to - from) * LANES / PANEL, enough = LANES == 16 || !panels;
-    const int lines = panels ? (bytes_of(kind) + 63) / 64 : 1, inputs = kind == CODED ? 2 : 1;
-    const char *panel[2] = {t->weight, t->weight + t->apart};
-    float *wide = t->wide;
-#if READS_CODES
-    const __m512i highs = !coded(kind) ? _mm512_setzero_si512()
-                                       : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)t->highs));
-#endif
-    for (int64_t i = begin; i < end; i++) {
-        /* A compiler moves no read across this. With enough registers the weights are read before it and kept;
-         * otherwise they are read behind it, once for every row. */
-        if ((asks < 0 ? soon != NULL : asks) && !enough) ask(soon + (i - begin) * step, asks == 1 ? 0 : apart, lines);
-        floats weight[2][VECTORS]; /* of one step's inputs */
-#if READS_CODES
-        if (coded(kind))
-            for (int one = 0; one < panels; one++) decode(panel[one] + i * CODE_BYTES, highs, weight[0] + 2 * one);
 #endif
 #pragma GCC unroll 4
-        for (int v = from; v < to; v++) {
-            const int one = v * LANES / PANEL, at = v * LANES % PANEL;
-            if (!coded(kind)) weight[0][v] = load(panel[one], i * PANEL + at, kind == HALF);
-            if (kind == CODED) {
-                weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
-                weight[0][v] = (floats)((words)weight[0][v] << 16);
-            }
-#if LANES == 8 && defined(__AVX2__) /* or gcc reads them again for each row */
-            if (enough) __asm__("" : "+x"(weight[0][v]));
-#endif
-            if ((kind == HALF || coded(kind)) && wide)
-                for (int side = 0; side < inputs; side++)
-                    *(floats *)(wide + (one * STRETCH + i * inputs + side) * PANEL + at) = weight[side][v];
+    for (int v = from; v < to; v++) {
+        const char *panel = at + v * LANES / PANEL * t->apart;
+        if (!coded(kind)) weight[0][v] = load(panel, v * LANES % PANEL, kind == HALF);
+        if (WIDENS && kind == HALF && t->wide)
+            *(floats *)(t->wide + (at - t->weight) / sizeof(uint16_t) + v * LANES) = weight[0][v];
+        if (kind == CODED) {
+            weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
+            weight[0][v] = (floats)((words)weight[0][v] << 16);
         }
-        if ((asks < 0 ? soon != NULL : asks) && enough) ask(soon + (i - begin) * step, asks == 1 ? 0 : apart, lines);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int v = from; v < to; v++)
-#pragma GCC unroll 2
-                for (int side = 0; side < inputs; side++) {
-                    const float *input = x[r] + i * inputs + side;
-                    sums[r][v] = accumulate(sums[r][v], weight[side][v], input, kind);
-                }
+#if LANES == 8 && defined(__AVX2__) /* or gcc reads them again for each row */
+        if ((to - from) * LANES < PANEL) __asm__("" : "+x"(weight[0][v]));
+#endif
     }
 }
 
-/* Vectors [from, to) of y [rows, STRIP] = x [rows, steps] times the weight; or += it. */
-INLINE void multiply(const Task *t, const int rows, const int from, const int to, const int kind) {
-    const float *x[FEW];
-    floats sums[FEW][VECTORS];
-#pragma GCC unroll 8
+/* Vectors [from, to) of y = x times the weight; or += it. Each row's sums run over the steps in order. Each step
+ * prefetches `lines` lines. */
+INLINE void multiply(const Task *t, const int rows, const int from, const int to, const int kind, const int lines) {
+    enum { EVERY = 3 }; /* rows with a pointer; a row or two behind them is addressed by the stride and its double */
+    const int inputs = kind == CODED ? 2 : 1, size = bytes_of(kind);
+    const int64_t stride = t->x_stride, step = t->soon ? t->soon_step : 0;
+    const char *x[MOST_ROWS / EVERY + 1], *at = t->weight, *end = at + t->steps * size;
+    /* In place of nothing, what is in the cache is prefetched, which costs nothing. */
+    const char *soon = t->soon ? t->soon : t->weight, *beside = t->beside ? t->beside : t->weight;
+    floats sums[MOST_ROWS][VECTORS];
+#pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
-        x[r] = t->x + r * t->x_stride;
+        if (r % EVERY == 0) x[r / EVERY] = t->x + r * stride;
 #pragma GCC unroll 4
         for (int v = from; v < to; v++) sums[r][v] = (floats){0};
     }
-    for (int next = 0; next < 2; next++) { /* prefetches the rest of these panels, then what comes next */
-        const int64_t begin = next ? t->steps - t->lead : 0, end = next ? t->steps : t->steps - t->lead;
-        const int64_t step = next ? t->soon_step : bytes_of(kind), apart = next ? t->soon_apart : t->apart;
-        const char *soon = next ? t->soon : t->weight + t->lead * step;
-        if (next && soon && from) soon += t->steps * step;
-/* With float32, the loop is so short that a test in it costs time; with other kinds, gcc would run out of registers. */
-#define STEPS(asks) multiply_steps(t, x, sums, begin, end, soon, step, apart, rows, from, to, kind, asks)
-        if (kind != FULL) STEPS(-1);
-        else if (!soon) STEPS(0);
-        else if (apart) STEPS(2);
-        else STEPS(1);
-    }
+    for (; at < end; at += size, soon += step, beside += step) {
 #pragma GCC unroll 8
+        for (int r = 0; r < rows; r += EVERY) __asm__("" : "+r"(x[r / EVERY])); /* or gcc keeps each row's address */
+        floats weight[2][VECTORS];
+        read_weights(t, at, weight, from, to, kind);
+#pragma GCC unroll 2
+        for (int line = 0; line < lines; line++) {
+            __builtin_prefetch(soon + 64 * line, 0, 2);
+            if (to * LANES > PANEL) __builtin_prefetch(beside + 64 * line, 0, 2);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int side = 0; side < inputs; side++)
+#pragma GCC unroll 4
+                for (int v = from; v < to; v++) {
+                    const char *input = x[r / EVERY] + r % EVERY * stride + 4 * side;
+                    sums[r][v] = accumulate(sums[r][v], weight[side][v], input, kind);
+                }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r += EVERY) x[r / EVERY] += 4 * inputs;
+#if LANES == 8 && defined(__AVX2__) /* or gcc moves sums from register to register */
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = from; v < to; v++)
+                if ((to - from) * LANES < PANEL) __asm__("" : "+x"(sums[r][v]));
+#endif
+    }
+#pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = from; v < to; v++) {
-            floats *y = (floats *)(t->y + r * t->y_stride + v * LANES);
+            floats *y = (floats *)(t->y + v * LANES / PANEL * t->y_apart + r * PANEL + v * LANES % PANEL);
             if (t->onto) *y += sums[r][v];
             else *y = sums[r][v];
         }
 }
 
-/* How often a group of rows passes over a strip's weights; widening bfloat16 needs registers of its own. */
-INLINE int passes_of(const int64_t rows, const int kind) {
+/* How often a group of rows passes over a panel; widening bfloat16 needs registers of its own. */
+INLINE int passes_of(const int rows, const int kind) {
     return LANES == 8 && rows > (kind == HALF ? 2 : 3) ? 2 : 1;
 }
 
-#define ROWS(n)                                                                 \
-    case n:                                                                     \
-        if (n > FEW) return;                                                    \
-        if (LANES == 16 && panels == 1) multiply(t, n, 0, VECTORS / 2, kind);   \
-        else multiply(t, n, 0, VECTORS / passes_of(n, kind), kind);             \
-        if (passes_of(n, kind) > 1) multiply(t, n, VECTORS / 2, VECTORS, kind); \
+/* The task of the pass that follows, for what it prefetches: the next part, until all has been. */
+INLINE Task later(const Task *t) {
+    Task found = *t;
+    if (found.soon) found.soon = --found.parts > 0 ? found.soon + found.steps * found.soon_step : NULL;
+    return found;
+}
+
+#define ROWS(n)                                                                                    \
+    case n:                                                                                        \
+        if (n > rows_at_once(kind)) return;                                                        \
+        if (passes_of(n, kind) > 1) {                                                              \
+            const Task second = later(t);                                                          \
+            if (t->soon) multiply(t, n, 0, PANEL / LANES / 2, kind, 1);                            \
+            else multiply(t, n, 0, PANEL / LANES / 2, kind, 0);                                    \
+            if (second.soon) multiply(&second, n, PANEL / LANES / 2, PANEL / LANES, kind, 1);      \
+            else multiply(&second, n, PANEL / LANES / 2, PANEL / LANES, kind, 0);                  \
+        } else if (LANES == 16 && n > 6 && t->soon_step < size)                                    \
+            multiply(t, n, 0, PANEL / LANES, kind, 1);                                             \
+        else multiply(t, n, 0, PANEL / LANES, kind, (size + 63) / 64);                             \
         return;
 
-/* Calls the version for a number of rows; a strip has one panel or two. */
-INLINE void multiply_any(const Task *t, int64_t rows, const int panels, const int kind) {
-    switch (rows) {
-        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#define TWINS(n)                                                     \
+    case n:                                                          \
+        multiply(t, n > TWIN ? TWIN : n, 0, 2 * PANEL / LANES, kind, (size + 63) / 64); \
+        return;
+
+/* Calls the version for a number of rows, of one panel; of two, for up to TWIN rows. */
+INLINE void multiply_any(const Task *t, int64_t rows, int panels, const int kind) {
+    const int size = bytes_of(kind);
+    if (TWIN && panels > 1) {
+        switch (rows) { TWINS(1) TWINS(2) TWINS(3) TWINS(4) TWINS(5) TWINS(6) }
     }
+    switch (rows) {
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7)
+        ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
+    }
+}
+
+static void multiply_task(const Task *t, int64_t rows, int panels, int64_t kind) {
+    if (kind == FULL) multiply_any(t, rows, panels, FULL);
+    else if (kind == HALF) multiply_any(t, rows, panels, HALF);
+    else if (kind == PAIRS) multiply_any(t, rows, panels, PAIRS);
+#if READS_CODES
+    else if (kind == CODED) multiply_any(t, rows, panels, CODED);
+    else multiply_any(t, rows, panels, CODED_PAIRS);
+#endif
 }
 
 /* Floats from row to row of x. It is an odd number of cache lines: with rows of 4096 inputs, say, all rows would
@@ -193,111 +207,52 @@ INLINE int64_t units_of(const Product *p) {
 /* Where a panel's odd weights, those without a code, begin. */
 INLINE int64_t odd_from(const Product *p, int64_t panel) { return p->odd && panel ? p->odd_end[panel - 1] : 0; }
 
-/* A strip's y [rows, y_stride] += a group's rows times the odd weights of panels [first, last). */
-static void add_odd(const Product *p, int64_t first, int64_t last, const float *x, float *y, int64_t y_stride,
-                    int64_t rows) {
-    const int64_t x_stride = apart_by(p->inputs);
-    const int pairs = paired(p->kind);
-    for (int64_t at = odd_from(p, first); at < odd_from(p, last); at++) {
-        const Odd *o = p->odd + at;
-        const float *input = x + (o->input >> pairs); /* the input, or its pair */
-        const uint32_t mask = pairs ? 0xffff0000 : ~0u;
-        const int shift = pairs && o->input % 2 == 0 ? 16 : 0;
-        for (int64_t r = 0; r < rows; r++) {
-            uint32_t bits;
-            float value;
-            memcpy(&bits, input + r * x_stride, sizeof bits);
-            bits = bits << shift & mask;
-            memcpy(&value, &bits, sizeof value);
-            float *to = y + r * y_stride + o->output % STRIP;
-            *to = fused_one(o->value, value, *to);
-        }
-    }
+INLINE int64_t groups_of(const Product *p, int64_t rows) {
+    return (rows + rows_at_once(p->kind) - 1) / rows_at_once(p->kind);
 }
 
-/* The outputs of a strip; the last strips may have fewer, or none. */
-INLINE int64_t outputs_of(const Product *p, int64_t strip) {
-    const int64_t left = p->outputs - strip * STRIP;
-    return left < 0 ? 0 : left < STRIP ? left : STRIP;
-}
+/* Steps of a panel, its bytes, and the floats of x that a step takes. */
+INLINE int64_t taken_by(const Product *p) { return p->kind == CODED ? 2 : 1; }
+INLINE int64_t steps_of(const Product *p) { return units_of(p) / taken_by(p); }
+INLINE int64_t panel_bytes(const Product *p) { return steps_of(p) * bytes_of(p->kind); }
+INLINE int64_t weight_bytes(const Product *p) { return in_blocks(p) ? 0 : padded(p->outputs) / PANEL * panel_bytes(p); }
 
-/* Adds the bias of outputs [first, last) to rows [begin, end) of a strip's y. */
-static void add_bias(const Product *p, float *y, int64_t y_stride, int64_t begin, int64_t end, int64_t first,
-                     int64_t last) {
-    if (last > p->outputs) last = p->outputs;
-    for (int64_t r = begin; p->bias && r < end; r++)
-        for (int64_t o = first; o < last; o++) y[r * y_stride + o % STRIP] += p->bias[o];
-}
-
-/* A strip's weights from one of its panels on, and the bytes from panel to panel. */
+/* The panels that a thread reads next, for prefetching, or NULL. */
 typedef struct {
-    const char *weight;
-    int64_t apart;
-} Strip;
+    const char *first, *second;
+} Ahead;
 
-INLINE Strip strip_of(const Product *p, int64_t strip, int64_t first) {
-    const int64_t steps = p->kind == CODED ? units_of(p) / 2 : units_of(p), apart = steps * bytes_of(p->kind);
-    return (Strip){(const char *)p->weight + (strip * (STRIP / PANEL) + first) * apart, apart};
-}
-
-/* A strip's y [rows, y_stride] += row groups [begin, end) times the weights of `panels` panels, from panel `first`
- * on, a stretch of inputs at a time. Meanwhile the beginning of strip `then` is prefetched, unless it is empty. */
-INLINE void multiply_panels(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
-                            int64_t first, const int panels, int64_t begin, int64_t end, int onto, Strip then) {
-    const int64_t groups = (rows + FEW - 1) / FEW, size = bytes_of(p->kind), panel = strip * (STRIP / PANEL) + first;
-    const int64_t taken = p->kind == CODED ? 2 : 1; /* floats of x per step */
-    const int64_t steps = units_of(p) / taken, stretches = (steps * taken + STRETCH - 1) / STRETCH;
-    const int64_t x_stride = apart_by(p->inputs);
-    Strip own = strip_of(p, strip, first);
-    if (panels < STRIP / PANEL) own.apart = 0;
-    const int keeps = p->kind == HALF ? end - begin > 1 : coded(p->kind) && end - begin > MANY;
-    float wide[STRIP * STRETCH] __attribute__((aligned(64)));
+/* Sums [panels, rows, PANEL] = rows times `panels` panels, from `panel` on, a stretch of inputs at a time; with `onto`,
+ * += it. The rows are groups [begin, end). `last` is what is read next. */
+static void multiply_panels(const Product *p, const float *x, float *sums, int64_t rows, int64_t begin, int64_t end,
+                            int64_t panel, int panels, int onto, Ahead last) {
+    const int64_t groups = groups_of(p, rows), taken = taken_by(p), steps = steps_of(p), size = bytes_of(p->kind);
+    const int64_t stretches = (steps * taken + STRETCH - 1) / STRETCH, stride = apart_by(p->inputs);
+    const int64_t first = rows * begin / groups, all = rows * end / groups - first;
+    const char *weight = (const char *)p->weight + panel * panel_bytes(p);
+    const int widens = WIDENS && p->kind == HALF && end - begin > 2; /* groups: the first one keeps what it has widened */
+    float wide[WIDENS ? STRETCH * PANEL : 1] __attribute__((aligned(64)));
     int64_t passes = 0;
     for (int64_t g = begin; g < end; g++) passes += passes_of(rows * (g + 1) / groups - rows * g / groups, p->kind);
-    const int64_t shares = passes < SHARES ? passes : SHARES; /* passes that share the prefetches, so that none waits */
     for (int64_t s = 0; s < stretches; s++) {
-        int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches, pass = 0;
-        const Strip soon = s + 1 < stretches ? (Strip){own.weight + to * size, own.apart} : then;
+        const int64_t from = steps * s / stretches, to = steps * (s + 1) / stretches;
+        const char *here = weight + from * size, *soon = weight + to * size;
+        const Ahead then = s + 1 < stretches ? (Ahead){soon, panels > 1 ? soon + panel_bytes(p) : NULL} : last;
+        Task task = {.x_stride = stride * sizeof(float), .y_apart = all * PANEL, .weight = here, .wide = widens ? wide : NULL,
+                     .highs = p->highs, .apart = panel_bytes(p), .steps = to - from, .onto = onto || s};
+        if (prefetches(rows)) { /* some passes share it, so that memory does not wait in them */
+            task.soon = then.first, task.beside = then.second;
+            task.parts = passes < SHARES ? passes : SHARES;
+            task.soon_step = size / task.parts;
+        }
         for (int64_t g = begin; g < end; g++) {
-            int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row, kind = p->kind;
-            Task task = {.x = x + row * x_stride + from * taken, .x_stride = x_stride,
-                         .y = y + row * y_stride + first * PANEL,
-                         .weight = own.weight + from * size, .highs = p->highs, .apart = own.apart, .steps = to - from,
-                         .y_stride = y_stride, .soon_step = size / shares, .lead = to - from, .onto = onto || s};
-            if (passes == 1 && task.lead > LEAD / size) task.lead = LEAD / size;
-            if (soon.weight && pass < panels * shares)
-                task.soon = soon.weight + pass / shares * soon.apart + pass % shares * task.steps * task.soon_step;
-            if (panels > 1 && passes == 1) task.soon_apart = soon.apart;
-            pass += passes_of(count, kind);
-            if (keeps && g == begin) task.wide = wide;
-            if (keeps && g > begin) {
-                kind = paired(kind) ? PAIRS : FULL;
-                task.weight = (const char *)wide;
-                task.apart = sizeof wide / panels;
-                task.steps *= taken;
-            }
-            if (kind == FULL) multiply_any(&task, count, panels, FULL);
-            else if (kind == HALF) multiply_any(&task, count, panels, HALF);
-            else if (kind == PAIRS) multiply_any(&task, count, panels, PAIRS);
-#if READS_CODES
-            else if (kind == CODED) multiply_any(&task, count, panels, CODED);
-            else multiply_any(&task, count, panels, CODED_PAIRS);
-#endif
-            if (s + 1 == stretches)
-                add_odd(p, panel, panel + panels, x + row * x_stride, y + row * y_stride, y_stride, count);
+            const int64_t row = rows * g / groups - first, count = rows * (g + 1) / groups - first - row;
+            task.x = (const char *)(x + (first + row) * stride + from * taken);
+            task.y = sums + row * PANEL;
+            const int kind = widens && g > begin ? FULL : p->kind;
+            multiply_task(&task, count, panels, kind);
+            for (int pass = 0; pass < passes_of(count, kind); pass++) task = later(&task);
+            if (widens) task.weight = (const char *)wide, task.wide = NULL;
         }
     }
-    if (begin < end)
-        add_bias(p, y, y_stride, rows * begin / groups, rows * end / groups, panel * PANEL, (panel + panels) * PANEL);
-}
-
-static void multiply_strip(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
-                           int64_t begin, int64_t end, int onto, Strip then) {
-    multiply_panels(p, x, y, y_stride, rows, strip, 0, STRIP / PANEL, begin, end, onto, then);
-}
-
-/* One panel of a strip, times a group that has all rows. */
-static void multiply_panel(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
-                           int64_t panel, int onto, Strip then) {
-    multiply_panels(p, x, y, y_stride, rows, strip, panel, 1, 0, 1, onto, then);
 }

@@ -33,6 +33,7 @@ static void shape_tiles(int64_t rows) {
         shapes.rows[tile] = tile < 5 ? rows : TILE;
         shapes.bytes[tile] = 4 * TILE;
     }
+    __asm__ volatile("" : : "r"(&shapes) : "memory"); /* gcc believes that eight bytes are read, and drops the others */
     _tile_loadconfig(&shapes);
 }
 
@@ -48,6 +49,15 @@ INLINE void multiply_step(const char *x, const char *weight, int64_t apart) {
     _tile_loadd(5, weight + apart + 4 * TILE, 4 * PANEL);
     _tile_dpbf16ps(2, 4, 7);
     _tile_dpbf16ps(3, 4, 5);
+}
+
+/* Prefetches. */
+INLINE void ask(const char *soon, int64_t apart, const int lines) {
+#pragma GCC unroll 2
+    for (int at = 0; at < 64 * lines; at += 64) {
+        __builtin_prefetch(soon + at, 0, LOCALITY);
+        if (apart) __builtin_prefetch(soon + at + apart, 0, LOCALITY);
+    }
 }
 
 /* A position in a coded panel: the bytes from the next step on, and the next odd weights. */
@@ -73,8 +83,16 @@ INLINE void decode_step(Panel *panel, int64_t step, __m512i highs, char *to) {
     }
 }
 
-/* As multiply_strip, for up to CROWD groups. gather_tiles made `x` from the rows; tiles have been shaped for
- * *shaped rows. */
+/* Adds the bias of outputs [first, last) to rows [begin, end) of a strip's y. */
+static void add_bias(const Product *p, float *y, int64_t y_stride, int64_t begin, int64_t end, int64_t first,
+                     int64_t last) {
+    if (last > p->outputs) last = p->outputs;
+    for (int64_t r = begin; p->bias && r < end; r++)
+        for (int64_t o = first; o < last; o++) y[r * y_stride + o % STRIP] += p->bias[o];
+}
+
+/* A strip's y [rows, y_stride] = row groups [begin, end), up to CROWD, times its weights; with `onto`, += it. gather_tiles
+ * made `x` from the rows; tiles have been shaped for *shaped rows. */
 static void multiply_tiles(const Product *p, const char *x, float *y, int64_t y_stride, int64_t rows, int64_t strip,
                            int64_t begin, int64_t end, int onto, int64_t *shaped) {
     enum { PANELS = STRIP / PANEL };
@@ -155,9 +173,5 @@ static void gather_tiles(const Product *p, const float *x, char *grouped, int64_
 
 #define release_tiles() _tile_release()
 #else
-enum { TILE = FEW, CROWD = 1 };
-#define parts_of(p) 1
-#define gather_tiles(p, x, grouped, row, count) (void)(grouped)
-#define multiply_tiles(p, x, y, y_stride, rows, strip, begin, end, onto, shaped) (void)(shaped)
 #define release_tiles() (void)0
 #endif

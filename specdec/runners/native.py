@@ -222,6 +222,14 @@ class NativeRunner(LayerRunner):
                 cache.commit(range(len(rows)))
         return torch.cat(found)
 
+    @property
+    def weights(self) -> list[PackedWeight] | None:
+        """What a forward reads once, head included; None where it reads a part of it, or the head is torch's."""
+        head = self.head
+        if self.experts is not None or not isinstance(head, _PackedHead):
+            return None
+        return [*(weight for layer in self.layers for weight in layer.products), head.packed]
+
     def changed(self) -> str | None:
         return self._snapshot.changed()
 

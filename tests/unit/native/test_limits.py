@@ -1,0 +1,96 @@
+"""Prefetching changes no bit of a product, and the limits of the cores are shown beside a forward's time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import TransformersTarget
+from specdec.cli.tune import table
+from specdec.costs.curve import CostCurve
+from specdec.costs.shares import Shares, shares
+from specdec.errors import ConfigError
+from specdec.native import limits
+from specdec.native.invariance import _cases, _multiplied
+from specdec.native.library import library
+from specdec.native.limits import Limits
+from specdec.native.types import Kind
+from tests import models
+
+LIBRARY = library()
+SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="no C compiler")
+CURVE = CostCurve(
+    machine={"model": "m", "dtype": "d", "device": "c"}, rows=[1, 8], lengths=[16], seconds=[[1e-3, 2e-3]]
+)
+
+
+@pytest.fixture
+def prefetching() -> Iterator[None]:
+    """Lets a test choose how products prefetch; behind it they do so as on an unknown processor."""
+    yield
+    LIBRARY.specdec_prefetch(4, 0)
+
+
+@pytest.mark.parametrize(("rows", "twins"), [(1, 6), (99, 0), (1, 0), (99, 2)])
+def test_no_bit_depends_on_the_processor_s_prefetching(rows: int, twins: int, prefetching: None) -> None:
+    random = np.random.default_rng(1)
+    inputs = random.standard_normal((20, 512), np.float32)
+    for case in _cases(np.random.default_rng(0)):
+        if case.product.kind >= Kind.QUANTISED:
+            break
+        for count in (1, 2, 5, 6, 7, 20):
+            found = []
+            for own in ((4, 0), (rows, twins)):
+                LIBRARY.specdec_prefetch(*own)
+                found.append(_multiplied(case.product, inputs, None, slice(count)))
+            assert np.array_equal(*(one.view(np.int32) for one in found)), case.name
+
+
+def test_both_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_last_cache", lambda: 0)
+    found = limits.measure(Kind.FULL, tiles=False, threads=1)
+    assert found.reading > 0
+    assert found.multiplying > 0
+
+
+def test_without_a_library_there_are_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "library", lambda: None)
+    with pytest.raises(ConfigError, match="C compiler"):
+        limits.measure(Kind.FULL, tiles=False, threads=1)
+
+
+def test_a_share_is_the_least_time_over_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.costs.shares.measure", lambda *_, **__: Limits(reading=1e9, multiplying=1e9))
+    target = TransformersTarget(models.new_model("llama", torch.float32, **SIZES), execution="native")
+    weights = target.runner.weights
+    read, multiplied = sum(one.nbytes for one in weights), sum(one.inputs * one.outputs for one in weights)
+    cached = sum(spec.slot_bytes for spec in target.specs) * 16
+    scored = sum(layer.heads[0] * 32 for layer in target.runner.layers) * 16
+    found = shares(CURVE, target)
+    assert found is not None
+    passes = 3 if weights[0].described.tiles else 1
+    for rows, share, seconds in zip((1, 8), found.of[0], (1e-3, 2e-3), strict=True):
+        least = max(read, 2 * multiplied * rows * passes) + max(cached, 2 * scored * rows)
+        assert share == pytest.approx(least / 1e9 / seconds)
+
+
+def test_other_runners_have_no_limits() -> None:
+    assert shares(CURVE, TransformersTarget(models.new_model("llama", torch.float32), execution="fused")) is None
+
+
+def test_the_table_has_shares_and_says_what_one_above_1_means() -> None:
+    from rich.console import Console
+
+    found = Shares(limits=Limits(reading=2e9, multiplying=5e10), multiplied="float32", of=[[0.5, 0.75]])
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(table(CURVE, found))
+    assert "1.00 (1.00; 0.50)" in shown.get()
+    assert "2.00 (2.00; 0.75)" in shown.get()
+    assert found.describe() == "limits: 2.0 GB/s of reading, 50 GFLOP/s of multiplying (float32)"
+    assert "1.20, above 1" in replace(found, of=[[0.5, 1.2]]).describe()
