@@ -70,7 +70,8 @@ def shares(curve: CostCurve, target: Target) -> Shares | None:
         )
         by_products = 0.0 if in_integers else 2 * multiplied * rows * passes / limits.multiplying
         by_attention = 2 * scored * rows / limits.multiplying
-        return max(read / limits.reading, by_products) + max(cached / limits.reading, by_attention)
+        seconds: float = max(read / limits.reading, by_products) + max(cached / limits.reading, by_attention)
+        return seconds
 
     of = [
         [least(rows, length) / seconds for rows, seconds in zip(curve.rows, times, strict=True)]

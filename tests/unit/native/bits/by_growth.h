@@ -11,18 +11,18 @@ typedef struct {
 static void begin_draft(Draft *d, const Plan *plan, int64_t length, int64_t rows, int turn) {
     const int64_t width = plan->hidden, bytes = plan->half ? 2 : 4, values = plan->keys * POSITIONS * plan->dim;
     int64_t *text = memory(rows * 8);
-    double *prices = memory(MOST_ROWS * 8);
+    double *prices = memory(MOST_SCORES * 8);
     uint64_t *keys = memory(DEEPEST * 8);
     const void **features = memory(rows * TAPS * 8);
     char *hidden = filled(rows * TAPS * width, plan->half, 0);
     for (int64_t r = 0; r < rows; r++) text[r] = SPECIALS + below(TOKENS - SPECIALS);
     for (int64_t r = 0; r < rows * TAPS; r++) features[r] = hidden + r * width * bytes;
-    for (int n = 0; n < MOST_ROWS; n++) prices[n] = (double)(n + 1) * 0x1p-7;
+    for (int n = 0; n < MOST_SCORES; n++) prices[n] = (double)(n + 1) * 0x1p-7;
     for (int n = 0; n < DEEPEST; n++) keys[n] = random_bits();
     d->bytes = values * bytes, d->first = filled(2 * values, plan->half, 0), d->kept = aligned_memory(2 * d->bytes);
     d->slots = (Slots){d->kept, d->kept + d->bytes, POSITIONS, POSITIONS, 0};
     d->begun = (Growing){.slots = &d->slots, .text = text, .features = features, .prices = prices, .keys = turn % 2 ? keys : NULL,
-                         .length = length, .rows = rows, .most = MOST_ROWS, .deepest = DEEPEST, .branch = BRANCH, .width = LEVEL,
+                         .length = length, .rows = rows, .most = MOST_SCORES, .deepest = DEEPEST, .branch = BRANCH, .width = LEVEL,
                          .sure = 0x1.ep-1, .accepted = 7, .guesses = 11, .level_price = 0x1p-6, .least = turn / 2 ? 0x1p-7 : -1,
                          .temperature = 0x1.8p-1f, .divisor = turn == 2 ? 0x1.4p0f : 0};
     Growing *g = &d->begun;
@@ -39,8 +39,8 @@ static void restart(Draft *d) {
 }
 
 typedef struct { /* a draft that was grown */
-    int64_t counts[3], tokens[MOST_ROWS + 1], parents[MOST_ROWS + 1], grown[NODES];
-    double chances[MOST_ROWS + 1], promised[NODES];
+    int64_t counts[3], tokens[MOST_SCORES + 1], parents[MOST_SCORES + 1], grown[NODES];
+    double chances[MOST_SCORES + 1], promised[NODES];
 } Result;
 
 static Result grown(const Growing *g) {
@@ -53,7 +53,7 @@ static Result grown(const Growing *g) {
 
 static void same_draft(const char *what, int threads, int64_t draft, const Result *found, const Result *alone) {
     same(joined(what, "of a draft:", "tokens and parents"), 1, threads, draft, found, alone, offsetof(Result, chances) / 8, 'l');
-    same(joined(what, "of a draft:", "chances"), 1, threads, draft, found->chances, alone->chances, MOST_ROWS + 1 + NODES, 'd');
+    same(joined(what, "of a draft:", "chances"), 1, threads, draft, found->chances, alone->chances, MOST_SCORES + 1 + NODES, 'd');
 }
 
 /* A product that adds zeros. */
@@ -116,7 +116,7 @@ static void try_growth(const Plan *plan, int wide) {
             restart(drafts + n);
             specdec_grow(&c, all + n, 1, &turns, 1);
             alone[n] = grown(all[n]);
-            tell(&alone[n], offsetof(Result, chances) / 8, 'l'), tell(alone[n].chances, MOST_ROWS + 1 + NODES, 'd');
+            tell(&alone[n], offsetof(Result, chances) / 8, 'l'), tell(alone[n].chances, MOST_SCORES + 1 + NODES, 'd');
             restart(drafts + n);
             read_text(&c, drafts + n, &turns);
             specdec_grow(&c, all + n, 1, &turns, 2);
@@ -161,7 +161,7 @@ static void try_block(const Plan *plan, int corrected) {
             if (n) same_draft("growth from a block", 1 + n / 2, 0, &found, &alone);
             else alone = found;
         }
-        tell(&alone, offsetof(Result, chances) / 8, 'l'), tell(alone.chances, MOST_ROWS + 1 + NODES, 'd');
+        tell(&alone, offsetof(Result, chances) / 8, 'l'), tell(alone.chances, MOST_SCORES + 1 + NODES, 'd');
     }
 }
 

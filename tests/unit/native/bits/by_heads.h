@@ -1,6 +1,6 @@
 /* By heads: drawing, Medusa's guesses, and drafts that EAGLE heads and block heads grow, alone and beside others. */
 
-enum { SCORES = 211, SCORED = 20, LIKELY = 9, TAPS = 3, MOST_ROWS = 12, DEEPEST = 4, BRANCH = 4, LEVEL = 5, NODES = 128 };
+enum { SCORES = 211, SCORED = 20, LIKELY = 9, TAPS = 3, MOST_SCORES = 12, DEEPEST = 4, BRANCH = 4, LEVEL = 5, NODES = 128 };
 
 static const Plan float_head = {"float", FULL, 0, 0, 1, 0, 1, 0, 100, 4, 2, 64, 48, {0, 0}, 0, {0}};
 static const Plan half_head = {"half", HEIR, 1, 0, 1, 0, 1, 0, 96, 4, 2, 64, 64, {0, 0}, 0, {0}};
