@@ -113,9 +113,8 @@ class Learning:
         draws = any(decoding.sequence.draws for decoding in drafting)
         rests = Rest(fallback.rests(len(drafting), draws))
         if self._apart and rests and any(decoding.asked for decoding in drafting):
-            device_copies.wait(
-                self._device
-            )  # for what sessions launched when they observed: it belongs to drafted steps
+            # For what sessions launched when they observed: it belongs to drafted steps.
+            device_copies.wait(self._device)
         return _Resting(rests, fallback, len(drafting), draws)
 
     def _taken(self, spent: Sequence[Drafting], results: Sequence[StepResult], seconds: float) -> _Taken:

@@ -47,7 +47,7 @@
 #else
 #define FUSES 0
 #endif
-/* So many rows have their sums in registers at once: MOST_ROWS of a panel's weights, TWIN of those of two panels; FEW of a
+/* Rows whose sums are in registers at once: MOST_ROWS of a panel's weights, TWIN of those of two panels; FEW of a
  * block's, FEW_CODED of them where codes are extracted as well. */
 #ifdef __AVX512F__ /* 28 sums of 16 values, beside the weights: 14 rows of the 2 vectors of a panel */
 #define LANES 16
