@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,7 @@ from specdec.serve.tool_text import as_text
 
 __all__ = ["Encoder", "plain_text"]
 
+_log = logging.getLogger("specdec.serve")
 _OWN = {
     *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -42,6 +44,7 @@ class Encoder:
         self._engine, self._tokenizer, self.context = engine, tokenizer, context
         self._token_bytes = bytes_of_a_token(tokenizer)
         self.knows_tools = _names_tools(getattr(tokenizer, "chat_template", None))
+        self._warned = False
 
     def prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens that begin one; token ids are checked and returned.
@@ -157,6 +160,9 @@ class Encoder:
         asked = tools or any(message.keys() & {"tool_calls", "tool_call_id"} for message in messages)
         tries: list[dict[str, Any]] = [{"conversation": messages, **({"tools": tools} if tools else {})}]
         if asked and not self.knows_tools:
+            if not self._warned:
+                _log.info("the chat template has no place for tools; they are described in the system message")
+                self._warned = True
             tries = [{"conversation": as_text(messages, tools, system=system)} for system in (True, False)]
         for number, values in enumerate(tries, 1):
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from time import time
 from typing import Any
@@ -29,8 +28,6 @@ from specdec.serve.stored import StoredResponses
 from specdec.serve.styles import STYLES, style_of
 
 __all__ = ["Service", "sampling_defaults", "step_rows"]
-
-_log = logging.getLogger("specdec.serve")
 
 
 class Service:
@@ -74,10 +71,9 @@ class Service:
         self._style = self._told_style()
 
     def _told_style(self) -> Style | None:
-        """How the model marks tool calls, by ``--tool-parser`` or the chat template; the log says what was chosen."""
+        """How the model marks tool calls, by ``--tool-parser`` or the chat template."""
         name, template = self.config.tool_parser, getattr(self.engine.tokenizer, "chat_template", None)
         if name == "auto" and template and not self.lanes[0].encoder.knows_tools:
-            _log.info("the chat template has no place for tools; they are described in the system message")
             name = "hermes"
         elif name == "auto":
             name = style_of(template) or "none"
