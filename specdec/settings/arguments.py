@@ -82,6 +82,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "parallel": _Name,
     "threads": Annotated[int, Ge(1), Le(4096), "an integer from 1 to 4096"],
     "trust_remote_code": _Flag,
+    "chat_template": Annotated[_Text | os.PathLike[str], "a file, or the name of a template that ships"],
     "owned": _Flag,
     # A generation
     "max_new_tokens": Annotated[int, Ge(1), "an integer >= 1"],

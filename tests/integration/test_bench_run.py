@@ -266,7 +266,7 @@ def test_several_at_once_write_what_one_by_one_writes(
         widths.append(len(turns))
         return forward_together(target, turns, *rest, **options)
 
-    monkeypatch.setattr("specdec.engine.step.forward_together", forward)
+    monkeypatch.setattr("specdec.engine.clocks.forward_together", forward)
     runner = make(batch=[2], drafters=["none", "prompt_lookup"], systems=SYSTEMS)
     assert [system.label for system in runner.systems] == LABELS
     assert runner.manifest["left_out"] == {"transformers_lookup@2": "transformers_lookup answers one prompt at a time"}
