@@ -224,7 +224,7 @@ def stack_of(cubin: bytes) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, 90 for 9.0")
-    parser.add_argument("--meet", type=int, help="only until so many properties of a kernel have met in every way")
+    parser.add_argument("--meet", type=int, help="2: each pair of properties is compiled once; 1: each property")
     parser.add_argument("--sample", action="store_true", help="one variant of each kind")
     args = parser.parse_args()
     failed = 0

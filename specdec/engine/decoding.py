@@ -187,7 +187,7 @@ class Decoding:
 
 
 def _pricing(engine: Host, request: Request) -> Pricing:
-    """What a sequence's drafting session is told of the cost of rows."""
+    """The costs of rows that a sequence's drafting session gets."""
     sampling, live = request.sampling, engine.live
     assert sampling is not None
     draws = sampling.temperature > 0 if request.sample is None else request.sample

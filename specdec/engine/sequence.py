@@ -68,7 +68,7 @@ class SequenceState:
         engine: target, tokenizer and sizes.
         request: a prepared request.
         drafter: whose session drafts.
-        pricing: what the session is told of the cost of rows.
+        pricing: the costs of rows that the session gets.
 
     Attributes:
         context: text, cache, sampling and bounds, as the drafting session sees them. The sampler reads the same text.

@@ -32,7 +32,7 @@ class Setup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """What a sequence's drafting session is told of the cost of rows; see :class:`specdec.drafter.Context`."""
+    """The costs of rows that a sequence's drafting session gets; see :class:`specdec.drafter.Context`."""
 
     policy: RowPolicy | None
     costs: CostCurve

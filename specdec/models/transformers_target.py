@@ -1,8 +1,9 @@
 """TransformersTarget: an unmodified transformers decoder as a target.
 
 The layers are called by a runner (:mod:`specdec.runners`), with the block in place of a transformers cache. It is what
-makes early exits, entries and taps possible without a copy of any modelling file. At load every runner is compared with
-the model's own forward, and a model that cannot be driven exactly is refused by name.
+makes early exits, entries and taps possible without a copy of any modelling file. A model whose layers cannot be called
+one by one is run by its own whole forward, without these. At load every runner is compared with the model's own
+forward, and a model that cannot be driven exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class TransformersTarget(NotCopied):
     Args:
         model: any ``...ForCausalLM`` whose layers are attention and MLP.
         execution: which code runs the layers. ``auto``: the fastest exact runner for a model that specdec owns, else
-            the model's own modules. ``transformers``: the model's own modules. ``fused``: fewer torch operations for
+            the model's own modules. ``transformers``: the model's own layers one by one, or, where these cannot be
+            called so, its whole forward (:mod:`specdec.runners.whole_model`). ``fused``: fewer torch operations for
             known layers. ``native``: all layers in one call of C, on a CPU.
         attention: name of the kernels, see :mod:`specdec.runners.attention`; any but ``auto`` rules out native layers.
         owned: only this target uses the model, so its weights may be repacked in place instead of copied. The model

@@ -1,4 +1,4 @@
-"""Tools, thinking and forms over HTTP, on a model without weights that says what it is told to."""
+"""Tools, thinking and forms over HTTP, on a model without weights whose answers the test gives."""
 
 from __future__ import annotations
 
