@@ -75,7 +75,7 @@ def test_engine_benchmark(tmp_path: Path) -> None:
     app.command()(load("bench_engine").main)
     arguments = (
         "--shape toy --prompts 1 --prompt-tokens 16 --max-new-tokens 12 --repeats 1 --temperatures 0 "
-        "--drafters none,prompt_lookup --set prompt_lookup.tokens=3 --oracle 0,1 --oracle-depths 3"
+        "--drafters none,prompt_lookup --set prompt_lookup.tokens=3 --oracle 0,1 --oracle-depths 3 --policy off"
     )
     command = [*arguments.split(), "--oracle-figure", str(figure), "--out", str(out)]
     shown = CliRunner().invoke(app, command, catch_exceptions=False).output
