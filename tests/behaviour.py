@@ -1,0 +1,155 @@
+"""What drafters, steps and forwards do today, recorded, so that a change which is to keep it shows where it does not.
+
+    python -m tests.behaviour record     # writes tests/behaviour.json, beside what other kinds of arithmetic have there
+    python -m tests.behaviour compare    # exits with 1 where something is another now, and names it
+
+Digests, by executor, format and family: of the logits and hidden states of 1, 4, 7 and 17 rows of a chain, of a tree and
+of several texts in one forward; and for each drafter, step by step, of its draft (tokens, parents, chances) with the path
+that was accepted. Numbers are compared to the bit, so they stand under the arithmetic that made them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec import Context, Draft, Observation, SamplingParams
+from specdec.costs.machine import processor
+from specdec.drafting.registry import drafter_names, make_drafter
+from specdec.native import library as native
+from specdec.target import FINAL, TargetOutput
+from tests import models, seam
+from tests.exactness.cases import Case, draw
+from tests.exactness.targets import Targets, engine_of
+from tests.fakes import Spy
+
+FILE = Path(__file__).with_suffix(".json")
+ALL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+KINDS = (
+    ("modules", "float64", models.FAMILIES),
+    ("fused", "float64", ("llama", "gemma2")),
+    ("native", "float32", (*ALL, "mixtral")),
+    ("native", "bfloat16", (*ALL, "qwen3_moe")),
+    ("native", "gptq", ("llama",)),
+    ("native", "awq", ("qwen2",)),
+    ("native", "bitsandbytes nf4", ("llama",)),
+    ("native", "bitsandbytes int8", ("qwen2",)),
+    ("native", "mixed", ("llama", "gemma3")),
+)
+DRAFTED = ("llama", "gemma3", "qwen2", "qwen3_moe")  # families whose drafts are recorded
+WHOLE = ("modules", "bfloat16")  # where drafters are tried with all of their options, of llama
+TREE = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
+PROMPT, NEW = (3, 9, 4, 3, 9, 4, 11, 3, 9), 12
+
+
+def kind_of_arithmetic() -> str:
+    """Of the native library, and of torch's own products, whose library asks the processor."""
+    torchs = f"torch {torch.__version__} by {torch.backends.cpu.get_cpu_capability()}"
+    return f"{native.arithmetic()}, {torchs}, {processor(torch.device('cpu'))}"
+
+
+def digest(*parts: Any) -> str:
+    """8 hexadecimal digits of numbers, or of a tensor's bytes."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            found.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(struct.pack(f"{len(part)}d", *part) + b"|")
+    return found.hexdigest()[:8]
+
+
+def forwards(target: Any) -> str:
+    """Of a chain's rows, of a tree's at once and in two forwards, of three texts' together, and of an early exit."""
+    states = {0, 1, target.num_layers, FINAL} if hasattr(target.runner, "run") else set()
+    found = list[str]()
+
+    def add(output: TargetOutput) -> None:
+        logits = () if output.logits is None else (output.logits,)
+        found.append(digest(*logits, *(output.taps[place] for place in sorted(output.taps))))
+
+    with target.active():
+        own, *others = (seam.text(target).fill(PROMPT[:length], 16) for length in (9, 5, 2))
+        for draft in (*(Draft.chain(models.prompt_of(rows)) for rows in (1, 4, 7, 17)), TREE):
+            add(own.run(draft, taps=states))
+        for first, last in ((0, 3), (3, len(TREE.tokens))):
+            add(own.run(TREE.tokens[first:last], TREE.parents[:last], first=first))
+        chain, plain = Draft.chain(models.prompt_of(3)), Draft.chain(models.prompt_of(1))
+        add(seam.run_together([own, *others], [TREE, chain, plain], taps=states))
+        add(seam.run_together([own, *others], [plain] * 3))
+        if states:
+            add(own.run(TREE, exit_layer=1, taps={1}))
+    return " ".join(found)
+
+
+def drafts(target: Any, settings: Any, sampling: SamplingParams | None) -> str:
+    """Of each step of a text."""
+    drafted, found = list[Draft](), list[str]()
+
+    def seen(context: Context, step: Observation) -> None:
+        if step.draft is not None:
+            draft = drafted[-1]
+            found.append(digest(draft.tokens, draft.parents, draft.hints.chances, step.path))
+
+    spy = Spy(make_drafter(settings, target), drafted.append, seen)
+    out = engine_of(target, spy, max_rows=24).generate(PROMPT, NEW, sampling)
+    return " ".join((*found, digest(out.token_ids)))
+
+
+def behaviour(targets: Targets) -> Iterator[tuple[str, str]]:
+    """Each name with its digests."""
+    base: Case = replace(draw(0), activations="default", sampling="greedy", setting=0)
+    hot = SamplingParams(temperature=0.8, seed=3)
+    for executor, form, families in KINDS:
+        for family in families:
+            case = replace(base, executor=executor, format=form, family=family)
+            target, place = targets.of(case), f"{executor} {form} {family}"
+            yield f"{place}: forwards", forwards(target)
+            if family not in DRAFTED and len(families) > 2:
+                continue
+            for number, drafter in enumerate(drafter_names()):
+                tried = 5 if family == "llama" and {executor, form} & {*WHOLE} else 1
+                settings = [targets.settings(replace(case, setting=one), target, drafter) for one in range(tried)]
+                for one, chosen in enumerate(
+                    each for place, each in enumerate(settings) if each not in settings[:place]
+                ):
+                    sampling = hot if (number + one) % 2 else None
+                    yield f"{place}: {drafter} {one}{' drawn' if sampling else ''}", drafts(target, chosen, sampling)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    known: dict[str, dict[str, str]] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        now = dict(behaviour(Targets(Path(folder))))
+    kind = kind_of_arithmetic()
+    if sys.argv[1:] == ["record"]:
+        whole = {**known, kind: now}
+        beside = FILE.with_name(f".{FILE.name}.{os.getpid()}")
+        beside.write_text(json.dumps(whole, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+        beside.replace(FILE)
+        print(f"{len(now)} recorded, by {kind}")
+        return 0
+    if kind not in known:
+        print(f"nothing is recorded by {kind}; record it with the code that it is to be compared with")
+        return 1
+    before = known[kind]
+    others = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    for name in others:
+        print(f"{name}\n  was {before.get(name)}\n  is  {now.get(name)}")
+    print(f"{len(others)} of {len(before)} are other than recorded, by {kind}")
+    return int(bool(others))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
