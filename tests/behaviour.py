@@ -3,9 +3,9 @@
     python -m tests.behaviour record     # writes tests/behaviour.json, beside what other kinds of arithmetic have there
     python -m tests.behaviour compare    # exits with 1 where something is another now, and names it
 
-Digests, by executor, format and family: of the logits and hidden states of 1, 4, 7 and 17 rows of a chain, of a tree and
-of several texts in one forward; and for each drafter, step by step, of its draft (tokens, parents, chances) with the path
-that was accepted. Numbers are compared to the bit, so they stand under the arithmetic that made them.
+Digests, by executor, format and family: of the logits and hidden states of 1, 4, 7 and 17 rows of a chain, of a
+tree and of several texts in one forward; and for each drafter, step by step, of its draft (tokens, parents, chances)
+with the path that was accepted. Numbers are compared to the bit, so they stand under the arithmetic that made them.
 """
 
 from __future__ import annotations
