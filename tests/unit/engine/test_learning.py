@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec
@@ -19,6 +20,7 @@ from specdec.drafting.registry import make_drafter
 from specdec.engine import clocks, decoding, learning
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
+from specdec.native import library as native
 from specdec.step import device_copies
 from tests.fakes import Reciter, Scripted
 from tests.models import prompt_of, settings_of, target_of
@@ -104,9 +106,21 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(engine: Engine, sampling: SamplingParams | None, forwards: list[Any]) -> tuple[list[int], list[int]]:
-    """The text, and torch's operations of its prompt and of each step."""
-    forward, counts = engine.target.forward, list[int]()
+def count_calls(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
+    """Note the name of each function of the native library that is called."""
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *arguments: (calls.append(name), function(*arguments))[1]
+
+    loaded = native.library()
+    for name, function in list(vars(loaded).items()):
+        if name.startswith("specdec_"):
+            patch.setattr(loaded, name, noted(name, function))
+
+
+def operations(engine: Engine, sampling: SamplingParams | None, forwards: list[Any]) -> tuple[list[int], list[Any]]:
+    """The text, and of its prompt and of each step torch's operations and the library's functions that were called."""
+    forward, counts, calls = engine.target.forward, list[Any](), list[str]()
 
     def noted(block: Any, **options: Any) -> Any:
         forwards.append((block.rows, options))
@@ -114,11 +128,13 @@ def operations(engine: Engine, sampling: SamplingParams | None, forwards: list[A
 
     with pytest.MonkeyPatch.context() as patch, engine.target.active():
         patch.setattr(engine.target, "forward", noted)
+        count_calls(patch, calls)
         one = engine.start(prompt_of(20), 12, sampling)
         while one.finish_reason is None:
+            calls.clear()
             with Counted() as counted:
                 one.prefill() if one.sequence.prefilling else one.step()
-            counts.append(counted.count)
+            counts.append((counted.count, *calls))
     return one.tokens, counts
 
 
@@ -128,10 +144,14 @@ RESTED = ("kangaroo", "medusa", "eagle", "dflash", "token_recycling", "draft_mod
 @pytest.mark.parametrize(
     ("drafter", "sampling"), each_once(RESTED, [None, SamplingParams(temperature=0.8, acceptance="match", seed=1)])
 )
-def test_a_drafter_at_rest_costs_what_none_does(drafter: str, sampling: Any, tmp_path: Path) -> None:
-    """Forwards of as many rows, for as many logits and without hidden states; and as many operations beside them."""
-    target, forwards = target_of("llama"), list[Any]()
+@pytest.mark.parametrize(("dtype", "execution"), [(torch.float64, "auto"), (torch.float32, "native")])
+def test_a_drafter_at_rest_costs_what_none_does(
+    drafter: str, sampling: Any, dtype: torch.dtype, execution: str, tmp_path: Path
+) -> None:
+    """Forwards of as many rows, for as many logits and without hidden states; as many operations and calls of C."""
+    target, forwards = target_of("qwen3", dtype, "auto", execution), list[Any]()
     plain = operations(Engine(target, None, "none"), sampling, forwards)
+    assert any("specdec_run_layers" in calls for calls in plain[1]) == (execution == "native")
     expected = [*forwards]
     for options in settings_of(drafter, target, tmp_path):
         engine = Engine(target, None, options)
