@@ -140,6 +140,22 @@ def write_pieces(
     return path
 
 
+def widened(file: Path, to: Path) -> Path:
+    """The same file with its tensors in float32."""
+    read = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(to, read.fields["general.architecture"].contents())
+    for name, field in read.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), *field.types[:2])
+    for tensor in read.tensors:
+        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
 def wheel_of(file: Path, folder: Path) -> NamedModel:
     """A wheel with the file in it, in ``folder``, and the model that is pulled from it."""
     folder.mkdir(exist_ok=True)

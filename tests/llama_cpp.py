@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["LlamaCpp", "apart", "log_probabilities"]
+
 _MARK = "answer: "
 _ANSWERS = """
 import json, sys
@@ -80,3 +82,14 @@ class LlamaCpp:
         if isinstance(found, str) or any("choices" not in answer for answer in found):
             return None
         return list(found)
+
+
+def log_probabilities(model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[prompts, vocabulary] of the tokens after each prompt, by a model of transformers."""
+    with torch.inference_mode():
+        return torch.stack([model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1) for prompt in prompts])
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The larger divergence of two rows of log-probabilities, in nats."""
+    return float((found.exp() * (found - expected)).sum(-1).abs().max())

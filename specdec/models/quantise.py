@@ -192,12 +192,19 @@ def _add_tokenizer(writer: Any, tokenizer: Any, size: int, rule: str) -> None:
     """The lists of a tokenizer of byte pairs.
 
     Raises:
-        CheckpointError: it is of another kind.
+        CheckpointError: it is of another kind, or has tokens that the model has no rows for.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     kind = state["model"]
     if kind["type"] != "BPE" or kind.get("byte_fallback") or "ByteLevel" not in json.dumps(state["decoder"]):
         raise CheckpointError("only tokenizers of byte pairs, as GPT-2's, are written to GGUF here; use llama.cpp")
+    places = {**kind["vocab"], **{added["content"]: added["id"] for added in state["added_tokens"]}}
+    if beyond := {token: place for token, place in places.items() if place >= size}:
+        token, place = next(iter(beyond.items()))
+        raise CheckpointError(
+            f"the tokenizer has {token!r} at {place}, and the model has rows for {size} tokens; take it out of the "
+            "tokenizer, or give the model's embedding more rows (resize_token_embeddings)"
+        )
     tokens = [f"[PAD{place}]" for place in range(size)]
     types = [5] * size  # unused
     for token, place in kind["vocab"].items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +29,6 @@ CASES: list[tuple[list[str], dict[str, int]]] = [  # more tokens, and what the f
     (["<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[", "[EOT]", "[EOS]", "<end_of_utterance>", "_<EOT>"], {"eos": 1}),
     (["[PAD]", "<reponame>", "<fim_prefix>"], {}),
 ]
-
-
-@pytest.fixture(scope="module")
-def llama_cpp() -> Iterator[LlamaCpp]:
-    if find_spec("xllamacpp") is None:
-        pytest.skip("llama.cpp is not installed: pip install xllamacpp")
-    found = LlamaCpp()
-    yield found
-    found.close()
 
 
 def file_of(path: Path, words: list[str], named: dict[str, int], types: list[int] | None = None) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,11 @@ from gguf import Keys
 from specdec.errors import CheckpointError, SpecdecError, SpecdecWarning
 from specdec.models.loading import load_model
 from tests.gguf_families import ARCHITECTURES, CONTEXT, DIM, VOCABULARY, WIDTH, settings_of, write_family
-from tests.llama_cpp import LlamaCpp
+from tests.llama_cpp import LlamaCpp, apart, log_probabilities
 
 PROMPTS = [[7, 3, 9], [*range(5, CONTEXT - 4)]]  # the second is longer than the windows
 GELU = ("gemma2", "gemma3", "starcoder2")  # which llama.cpp has as a table in float16
 Said = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def llama_cpp() -> Iterator[LlamaCpp]:
-    if find_spec("xllamacpp") is None:
-        pytest.skip("llama.cpp is not installed: pip install xllamacpp")
-    found = LlamaCpp()
-    yield found
-    found.close()
 
 
 def load(file: Path, dtype: str = "float32") -> Any:
@@ -37,16 +26,9 @@ def load(file: Path, dtype: str = "float32") -> Any:
 def own_logits(file: Path) -> torch.Tensor | None:
     """[prompts, vocabulary] log-probabilities in float64; None: the file is refused."""
     try:
-        model = load(file, "float64")
+        return log_probabilities(load(file, "float64"), PROMPTS)
     except SpecdecError:
         return None
-    with torch.inference_mode():
-        return torch.stack([model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1) for prompt in PROMPTS])
-
-
-def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The larger divergence, in nats."""
-    return float((found.exp() * (found - expected)).sum(-1).abs().max())
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

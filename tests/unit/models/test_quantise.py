@@ -16,6 +16,8 @@ from specdec.errors import CheckpointError, ConfigError
 from specdec.models.loading import embedded_model, load_model
 from specdec.models.quantise import quantise_model
 from specdec.models.tokenizer import load_tokenizer
+from tests.gguf_files import widened
+from tests.llama_cpp import LlamaCpp, apart, log_probabilities
 
 
 def load(place: str | Path, dtype: str = "float32") -> Any:
@@ -70,13 +72,44 @@ def folder_of(place: Path, *, ends: Any = 1, family: str = "Llama", **changes: A
     """A random model of a family with the embedded model's tokenizer."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=4096, max_position_embeddings=256, eos_token_id=ends, pad_token_id=2, **sizes, **heads, **changes
-    )
+    options = {**sizes, **heads, "vocab_size": 4096, "max_position_embeddings": 256, "pad_token_id": 2, **changes}
+    config = getattr(transformers, f"{family}Config")(eos_token_id=ends, **options)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(place)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded_model() / name, place)
     return place
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 3e5}}),
+        ("Mistral", {"sliding_window": None, "rms_norm_eps": 0.03}),
+        ("Qwen2", {"vocab_size": 4112, "ends": [1, 4096]}),
+        ("Qwen3", {"head_dim": 32, "rms_norm_eps": 0.03}),
+    ],
+    ids=str,
+)
+def test_llama_cpp_reads_the_model_that_was_written(
+    family: str, changes: dict[str, Any], llama_cpp: LlamaCpp, tmp_path: Path
+) -> None:
+    """All weights are given values, biases and norms too; the file is compared without llama.cpp's rounding of rows."""
+    place, prompts = folder_of(tmp_path / "own", family=family, **changes), [[7, 3, 9], [*range(5, 205)]]
+    model = load(place)
+    for seed, (name, weight) in enumerate(model.state_dict().items()):
+        own = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+        weight.copy_(own + 1 if name.endswith("norm.weight") else own)
+    model.save_pretrained(place)
+    quantise_model(place, "q8_0", file := tmp_path / "a.gguf")
+    blocks = gguf.GGMLQuantizationType.Q8_0
+    for weight in model.state_dict().values():
+        if weight.ndim == 2:
+            rows = gguf.quants.quantize(weight.numpy(), blocks)
+            weight.copy_(torch.from_numpy(gguf.quants.dequantize(rows, blocks)))
+    found = llama_cpp.logits(widened(file, tmp_path / "wide.gguf"), prompts, model.config.vocab_size)
+    assert found is not None
+    assert apart(log_probabilities(model.double(), prompts), found) <= 1e-9
 
 
 def test_all_ends_are_written(tmp_path: Path) -> None:
@@ -93,6 +126,7 @@ def test_all_ends_are_written(tmp_path: Path) -> None:
         ({"attention_bias": True}, "8 tensors that are biases"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "scales its rotary"),
         ({"ends": [1, 7, 9, 11, 12]}, r"ends an answer at 5 tokens, and GGUF has keys for three: \[11, 12\] would be"),
+        ({"family": "Qwen2"}, r"has '<\|endoftext\|>' at 4096, and the model has rows for 4096 tokens"),
         ({"ends": [7]}, r"would end at \['<\|end\|>'\] as well"),
     ],
     ids=str,
