@@ -41,7 +41,8 @@ class ChatAnswer(Answer):
         types = {tool.function.name: tool.function.parameters or {} for tool in tools}
         self._names, how = names, style or Style()
         self._readers = [
-            MessageReader(plan.thinking, CallReader(plan.forced, marked, how, types)) for _ in self.choices
+            MessageReader(plan.thinking, CallReader(plan.forced, marked, how, types, streams=bool(plan.fields.stream)))
+            for _ in self.choices
         ]
 
     def opening(self) -> list[Json]:
@@ -81,7 +82,7 @@ class ChatAnswer(Answer):
         return sum(choice.tokens.index(close) + 1 for choice in self.choices if close in choice.tokens)
 
     def _reason(self, choice: Choice) -> str | None:
-        calls = self._readers[choice.index].count > 0
+        calls = self._readers[choice.index].called
         ends = calls and choice.finish_reason == "stop" and not self._plan.forced
         return "tool_calls" if ends else choice.finish_reason
 

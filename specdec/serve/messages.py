@@ -182,25 +182,17 @@ class MessagesAnswer(ChatAnswer):
         tail = self._tokenizer.decode(choice.tokens[-64:]) if choice.stopped else ""
         stop = next((text for text in self._plan.stops if text in tail), None)
         reason = "max_tokens" if choice.finish_reason == "length" else "end_turn" if stop is None else "stop_sequence"
-        if self._readers[0].count and choice.finish_reason == "stop":
+        if self._readers[0].called and choice.finish_reason == "stop":
             reason, stop = "tool_use", None
         return {"stop_reason": reason, "stop_sequence": stop}
 
 
 def _content(block: Block) -> Json:
     if block.kind == "call":
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": from_json(block.text or "{}")}
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "text", "text": block.text}
-
-
-def _input(arguments: str) -> Any:
-    """The object of a call's arguments; empty where the text ended before they did."""
-    try:
-        return from_json(arguments)
-    except ValueError:
-        return {}
 
 
 _PARTS = {
