@@ -25,8 +25,9 @@ _DEPTH = 200  # most lists and objects in one another, as in pydantic's parser
 _NUMBER = 5000  # most characters of a number
 _BLANK = re.compile(r"[ \t\r\n]*")
 _RUN = re.compile(r'[^"\\]*')
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
-_ESCAPE_PART = re.compile(r"\\(?:u[0-9A-Fa-f]{0,3})?\Z")
+_HIGH, _LOW = "u[dD][89abAB][0-9A-Fa-f]{2}", "u[dD][c-fC-F][0-9A-Fa-f]{2}"  # halves of a character, which come in pairs
+_ESCAPE = re.compile(rf'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9A-Fa-f]{{4}}|{_HIGH}\\{_LOW})')
+_ESCAPE_PART = re.compile(rf"\\(?:u[0-9A-Fa-f]{{0,3}}|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9A-Fa-f]?)?)?)?)?)?\Z")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SCALAR = re.compile(r'[^\s,:\[\]{}"]*')
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_tools_where_a_template_refuses_system_messages(spoken: Running, monkeyp
 
 
 def test_marks_that_are_special_tokens(spoken: Running, speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spoken.service, "_style", STYLES["mistral"])
+    monkeypatch.setattr(spoken.service, "speaker", replace(spoken.service.speaker, style=STYLES["mistral"]))
     speaker.says('Yes.[TOOL_CALLS]look[ARGS]{"at": "END"}')
     found, reason = message(spoken, tools=[TOOL])
     assert (found["content"], reason) == ("Yes.", "tool_calls")
