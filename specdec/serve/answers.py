@@ -8,22 +8,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import dataclass
 from secrets import token_hex
 from time import time
 from typing import Any
 
 import pydantic_core
 
+from specdec.serve.call_styles import Style
 from specdec.serve.choices import Choice, Piece
-from specdec.serve.figures import acceptance_of, timings_of, usage_of
+from specdec.serve.figures import acceptance_of, timings_of, trace_json, usage_of
 from specdec.serve.logprobs import TokenNames
 from specdec.serve.marks import special_tokens
 from specdec.serve.plan import Plan
-from specdec.serve.trace import trace_json
 
-__all__ = ["Answer", "Json", "to_json"]
+__all__ = ["Answer", "Json", "Speaker", "to_json"]
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """What all answers have in common.
+
+    Attributes:
+        model: the model's name for clients.
+        tokenizer: decodes tokens to texts.
+        names: names of tokens.
+        max_rows: the most rows of a step, a limit of the server.
+        style: how the model marks tool calls in its text; None where it does not.
+    """
+
+    model: str
+    tokenizer: Any
+    names: TokenNames
+    max_rows: int
+    style: Style | None
 
 
 class Answer(ABC):
@@ -31,9 +51,7 @@ class Answer(ABC):
 
     Args:
         plan: the checked request.
-        model: the model's name for clients.
-        tokenizer: decodes tokens to texts.
-        max_rows: the most rows of a step, a limit of the server.
+        speaker: what answers.
         hidden: see :class:`specdec.serve.choices.Choice`.
 
     Attributes:
@@ -47,15 +65,14 @@ class Answer(ABC):
     chunk_kind: str
     """The ``object`` of a stream's chunk."""
 
-    def __init__(
-        self, plan: Plan, model: str, tokenizer: Any, max_rows: int, hidden: Collection[int] | None = None
-    ) -> None:
-        self._plan, self._tokenizer, self._max_rows = plan, tokenizer, max_rows
+    def __init__(self, plan: Plan, speaker: Speaker, hidden: Collection[int] | None = None) -> None:
+        self._plan, self._names, self._max_rows = plan, speaker.names, speaker.max_rows
+        self._tokenizer = tokenizer = speaker.tokenizer
         self._head = {
             "id": f"{self.prefix}-{token_hex(12)}",
             "object": self.kind,
             "created": int(time()),
-            "model": model,
+            "model": speaker.model,
         }
         prompts = [prompt for prompt in plan.prompts for _ in range(plan.n)]
         stops = plan.stops, plan.fields.min_tokens or 0
@@ -98,7 +115,7 @@ class Answer(ABC):
             chunks[0]["specdec"] = trace_json(piece.step, self._tokenizer)
         return chunks
 
-    def _prompt_logprobs(self, choice: Choice, names: TokenNames) -> list[Json | None]:
+    def _prompt_logprobs(self, choice: Choice) -> list[Json | None]:
         """vLLM's ``prompt_logprobs``: of each token of the prompt, the first of which has none."""
         found: list[Json | None] = [None]
         for one in choice.prompt_logprobs:
@@ -110,7 +127,7 @@ class Answer(ABC):
                     str(token): {
                         "logprob": max(value, -9999.0),
                         "rank": rank or None,
-                        "decoded_token": names.text(token),
+                        "decoded_token": self._names.text(token),
                     }
                     for token, value, rank in tops
                 }

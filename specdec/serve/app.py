@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -15,14 +15,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from specdec.serve.about import about_routes
 from specdec.serve.endpoints import Endpoint, GenerationEndpoint
-from specdec.serve.errors import ApiError
-from specdec.serve.fields import DetokenizeRequest, TokenizeRequest
+from specdec.serve.errors import ApiError, told_to_client
 from specdec.serve.guard import Guard
-from specdec.serve.lanes import Lane
 from specdec.serve.protocols import Protocols
-from specdec.serve.reading import read
 from specdec.serve.service import Service
 from specdec.version import __version__
 
@@ -32,6 +28,12 @@ _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+
+_UNSERVED = {
+    "/v1/embeddings": "embeddings are not served here, as the model writes texts; use a server of an embedding model",
+    "/v1/fim/completions": "fill-in-the-middle is not served here; send the text before the place to /v1/completions",
+    "/infill": "fill-in-the-middle is not served here; send the text before the place to /v1/completions",
+}
 
 
 def make_app(service: Service) -> Starlette:
@@ -65,33 +67,19 @@ def make_app(service: Service) -> Starlette:
         routes=_routes(service),
         middleware=middleware,
         lifespan=lifespan,
-        exception_handlers={HTTPException: _no_such_path, ApiError: _told, Exception: _failed},
+        exception_handlers={HTTPException: _no_such_path, ApiError: _refused, Exception: _failed},
     )
 
 
 def _routes(service: Service) -> list[Route]:
     protocols = Protocols(service)
 
-    def tokenize(lane: Lane, body: bytes) -> dict[str, Any]:
-        return _tokenize(service, lane, body)
-
-    def detokenize(lane: Lane, body: bytes) -> dict[str, Any]:
-        return _detokenize(service, lane, body)
-
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(service, name) for name in service.names]})
-
-    async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        service.check_model(name)
-        return JSONResponse(_model(service, name))
-
-    async def health(request: Request) -> Response:
-        service.check_ready()
-        return JSONResponse({"status": "ok"})
-
-    async def version(request: Request) -> Response:
-        return JSONResponse({"version": __version__})
+    def stored(request: Request) -> Any:
+        owner, name = request.scope.get("specdec.owner", ""), request.path_params["name"]
+        if request.method == "DELETE":
+            service.responses.delete(owner, name)
+            return {"id": name, "object": "response", "deleted": True}
+        return service.responses.get(owner, name).response
 
     async def metrics(request: Request) -> Response:
         service.gauge()
@@ -101,17 +89,13 @@ def _routes(service: Service) -> list[Route]:
         Route("/v1/chat/completions", GenerationEndpoint(service, protocols.chat), methods=["POST"]),
         Route("/v1/completions", GenerationEndpoint(service, protocols.completion), methods=["POST"]),
         Route("/v1/responses", GenerationEndpoint(service, protocols.responses), methods=["POST"]),
-        Route("/v1/responses/{name}", _response(service), methods=["GET", "DELETE"]),
+        _told("/v1/responses/{name}", stored, "GET", "DELETE"),
         Route("/v1/messages", GenerationEndpoint(service, protocols.messages), methods=["POST"]),
         Route("/v1/messages/count_tokens", Endpoint(service, protocols.count), methods=["POST"]),
-        Route("/tokenize", Endpoint(service, tokenize), methods=["POST"]),
-        Route("/detokenize", Endpoint(service, detokenize), methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", model),
-        Route("/health", health),
-        Route("/version", version),
+        Route("/tokenize", Endpoint(service, protocols.tokenize), methods=["POST"]),
+        Route("/detokenize", Endpoint(service, protocols.detokenize), methods=["POST"]),
         Route("/metrics", metrics),
-        *about_routes(service),
+        *_about(service),
     ]
     page = files("specdec.serve") / "page.html"
     if page.is_file():
@@ -124,15 +108,44 @@ def _routes(service: Service) -> list[Route]:
     return routes
 
 
-def _response(service: Service) -> Callable[[Request], Awaitable[Response]]:
-    async def stored(request: Request) -> Response:
-        owner, name = request.scope.get("specdec.owner", ""), request.path_params["name"]
-        if request.method == "DELETE":
-            service.responses.delete(owner, name)
-            return JSONResponse({"id": name, "object": "response", "deleted": True})
-        return JSONResponse(service.responses.get(owner, name).response)
+def _told(path: str, value: Callable[[Request], Any], *methods: str) -> Route:
+    """The route of a path that answers with a JSON value, by GET unless methods are given."""
 
-    return stored
+    async def answer(request: Request) -> Response:
+        return JSONResponse(value(request))
+
+    return Route(path, answer, methods=methods or ("GET",))
+
+
+def _about(service: Service) -> list[Route]:
+    """Routes that say what the server is, as vLLM, llama-server and load balancers have them."""
+
+    def model(request: Request) -> Any:
+        service.check_model(name := request.path_params["name"])
+        return _model(service, name)
+
+    def health(request: Request) -> Any:
+        service.check_ready()
+        return {"status": "ok"}
+
+    async def ping(request: Request) -> Response:
+        service.check_ready()
+        return Response()
+
+    async def unserved(request: Request) -> Response:
+        raise ApiError(_UNSERVED[request.url.path], status=501, code="not_implemented")
+
+    return [
+        _told("/v1/models", lambda _: {"object": "list", "data": [_model(service, name) for name in service.names]}),
+        _told("/v1/models/{name:path}", model),
+        _told("/health", health),
+        _told("/version", lambda _: {"version": __version__}),
+        _told("/tokenizer_info", lambda _: _tokenizer_info(service)),
+        _told("/props", lambda _: _props(service)),
+        _told("/load", lambda _: {"server_load": service.answering}),
+        Route("/ping", ping, methods=["GET", "POST"]),
+        *(Route(path, unserved, methods=["POST"]) for path in _UNSERVED),
+    ]
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -150,33 +163,30 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def _tokenize(service: Service, lane: Lane, body: bytes) -> dict[str, Any]:
-    fields, _ = read(TokenizeRequest, body, ignores=service.config.unknown_fields == "ignore")
-    service.check_model(fields.model)
-    text, special = fields.prompt, fields.add_special_tokens
-    if fields.content is not None and text is None:  # llama-server's names, and its default
-        text, special = fields.content, bool(fields.add_special)
-    if (text is None) == (fields.messages is None):
-        raise ApiError("a prompt, or messages, are to be tokenized; give one of them", param="prompt")
-    if text is not None:
-        tokens = lane.encoder.prompt(text, special=special is not False)
-    else:
-        continues, begins = bool(fields.continue_final_message), fields.add_generation_prompt is not False
-        more = fields.chat_template_kwargs
-        tokens = lane.encoder.chat(fields.messages or [], fields.tools, continues=continues, begins=begins, more=more)
-    found: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.context}
-    if fields.return_token_strs:
-        found["token_strs"] = lane.encoder.pieces(tokens)
-    if fields.with_pieces:
-        found["tokens"] = [{"id": token, "piece": lane.encoder.text([token])} for token in tokens]
-    return found
+def _tokenizer_info(service: Service) -> dict[str, Any]:
+    """The tokenizer's class, template and special tokens, by vLLM's names."""
+    tokenizer: Any = service.engine.tokenizer
+    tokens = {f"{name}_token": getattr(tokenizer, f"{name}_token", None) for name in ("bos", "eos", "pad", "unk")}
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "chat_template": getattr(tokenizer, "chat_template", None),
+        **tokens,
+        "model_max_length": service.context,
+        "vocab_size": service.engine.target.vocab_size,
+    }
 
 
-def _detokenize(service: Service, lane: Lane, body: bytes) -> dict[str, Any]:
-    fields, _ = read(DetokenizeRequest, body, ignores=service.config.unknown_fields == "ignore")
-    service.check_model(fields.model)
-    text = lane.encoder.text(fields.tokens)
-    return {"prompt": text, "content": text}  # vLLM's name, and llama-server's
+def _props(service: Service) -> dict[str, Any]:
+    """What llama-server says of itself."""
+    info = _tokenizer_info(service)
+    return {
+        "default_generation_settings": {"n_ctx": service.context},
+        "total_slots": service.config.max_num_seqs,
+        "model_alias": service.name,
+        **{name: info[name] or "" for name in ("chat_template", "bos_token", "eos_token")},
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"specdec {__version__}",
+    }
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
@@ -190,17 +200,15 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
         near = next((one for one in (f"/v1{path}", tail, f"/v1{tail.removeprefix('/v1')}") if one in served), None)
         remedy = f"call {near}" if near else "see docs/serving.md for what is"
     what = f"{request.method} {path} is not served here"
-    told = ApiError(f"{what}; {remedy}", status=error.status_code, code="not_found")
-    return JSONResponse(told.body, told.status, error.headers)
+    missing = ApiError(f"{what}; {remedy}", status=error.status_code, code="not_found")
+    return JSONResponse(missing.body, missing.status, error.headers)
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body_of(request.url.path), error.status, error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    from specdec.serve.errors import told_to_client
-
-    told = told_to_client(error)
-    return JSONResponse(told.body, told.status)
+    failed = told_to_client(error)
+    return JSONResponse(failed.body, failed.status)

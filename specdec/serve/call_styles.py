@@ -1,39 +1,25 @@
-"""Styles of tool calls: how families of models write a call into their text, and how it is read.
-
-A style's reader looks at each character of a call once, however the text comes.
-"""
+"""Styles of tool calls: how families of models write a call into their text, and how it is read."""
 
 from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from secrets import choice, token_hex
 from string import ascii_letters, digits
 from typing import Any, ClassVar
 
+from specdec.serve.call_reading import Broken, Reading, Steps, loaded
 from specdec.serve.marks import beginning
 
-__all__ = ["Call", "Hermes", "LlamaJson", "Mistral", "Reading", "Style", "Types", "json_calls"]
-
-Call = tuple[str, str]
-"""A function's name, and the JSON of its arguments, which is an object."""
+__all__ = ["Hermes", "JsonCalls", "LlamaJson", "Mistral", "Style", "Types"]
 
 Types = Mapping[str, Mapping[str, Any]]
 """Names of functions -> their parameters' JSON schemas."""
 
 
-class Reading(ABC):
-    """Reads one call. The held text begins with it, and only grows."""
-
-    @abstractmethod
-    def end(self, held: str, last: bool) -> tuple[list[Call], int] | None:
-        """The calls, none where the text holds none, and where they end; None where more of the text is needed."""
-
-
 class Style:
-    """A way to write calls."""
+    """A way to write calls; without marks, none are looked for."""
 
     marks: tuple[str, ...] = ()
     """Texts of which one begins a call."""
@@ -53,7 +39,7 @@ class Style:
         return min(starts, default=-1), max((beginning(held, mark) for mark in self.marks), default=0)
 
     def reading(self, types: Types) -> Reading:
-        """A reader of one call."""
+        """A reader of the calls behind one mark."""
         raise NotImplementedError
 
     def new_id(self) -> str:
@@ -61,31 +47,104 @@ class Style:
         return f"call_{token_hex(12)}"
 
 
-def json_calls(text: str) -> list[Call]:
-    """The calls in a text, which is JSON of a call or of a list of calls; else an empty list.
+class JsonCalls(Reading):
+    """Reads a call, or a list of calls, each an object with the function's name and its arguments.
 
-    Arguments are JSON of an object, whatever the model wrote: an object in a text is taken out of it, null is an object
-    without members, and a call whose arguments are something else, or numbers that JSON has not, is no call.
+    Args:
+        mark: see :class:`Reading`.
+        close: what may follow the calls, as a part of them.
+        named: whether a call may be its function's name and, behind it, its arguments.
     """
-    try:
-        value = json.loads(text, strict=False)  # a text may hold line feeds as they are
-        values = value if isinstance(value, list) else [value]
-        if not values or not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in values):
-            return []
-        return [(one["name"], _object(one.get("arguments", one.get("parameters")))) for one in values]
-    except (ValueError, RecursionError):
-        return []
+
+    def __init__(self, mark: str = "", close: str = "", *, named: bool = False) -> None:
+        super().__init__(mark)
+        self._close, self._is_named = close, named
+
+    def _calls(self) -> Steps[None]:
+        if self._text.startswith(self._mark):
+            self._at = len(self._mark)
+        first = yield from self._next()
+        if first == "{":
+            yield from self._call()
+        elif first == "[":
+            behind = ","
+            while behind == ",":
+                self._at += 1
+                yield from self._next()
+                yield from self._call()
+                behind = yield from self._next()
+            if behind != "]":
+                raise Broken
+            self._at += 1
+        else:
+            yield from self._named()
+        yield from self._closed()
+
+    def _closed(self) -> Steps[None]:
+        """Read what may follow calls."""
+        while self._close and not self._last:
+            behind = self.rest.lstrip()
+            if not self._close.startswith(behind) or behind == self._close:
+                break
+            yield
+        behind = self.rest.lstrip()
+        if self._close and behind.startswith(self._close):
+            self._at = len(self._text) - len(behind) + len(self._close)
+
+    def _named(self) -> Steps[None]:
+        """Read a function's name and its arguments."""
+        while True:
+            name, brace, _ = self.rest.partition("{")
+            found = _NAMED.fullmatch(name) if self._is_named else None
+            if found is not None and brace:
+                self._at += len(name)
+                yield from self._arguments(found[1])
+                return
+            if not self._is_named or brace or len(name) > _MOST_NAME:
+                raise Broken
+            yield from self._wait()
+
+    def _call(self) -> Steps[None]:
+        """Read a call as an object."""
+        if not self._text.startswith("{", self._at):
+            raise Broken
+        self._at += 1
+        members, given, behind = dict[str, Any](), False, ","
+        while behind == ",":
+            self._pending = ""
+            yield from self._key()
+            key = json.loads(self._pending[: self._pending.rindex(":")])
+            first = yield from self._next()
+            self._pending, name = "", members.get("name")
+            if key in ("arguments", "parameters") and first == "{" and isinstance(name, str) and not given:
+                yield from self._arguments(name)
+                given = True
+            else:
+                members[key] = loaded((yield from self._value()))
+            behind = yield from self._next()
+            self._at += 1
+        if behind != "}":
+            raise Broken
+        if not given:
+            self._whole(members)
+
+    def _whole(self, members: Mapping[str, Any]) -> None:
+        """Give out a call whose arguments were not seen to be an object, or came before its name, as a whole.
+
+        An object in a text is taken out of it, and null is an object without members; others are no call.
+        """
+        name, arguments = members.get("name"), members.get("arguments", members.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = loaded(arguments.strip() or "null")
+        if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
+            raise Broken
+        self._name, self._pending = name, json.dumps(arguments or {})
+        self._give("}")
+        self._end()
 
 
-def _object(arguments: Any) -> str:
-    """The JSON of a call's arguments; raises ValueError where they are no object."""
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments, strict=False) if arguments.strip() else None
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, Mapping):
-        raise ValueError("no object")
-    return json.dumps(arguments, allow_nan=False)
+_MOST_NAME = 200  # characters of a function's name, and of a call's id beside it
+_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?")
 
 
 class Hermes(Style):
@@ -94,42 +153,7 @@ class Hermes(Style):
     marks, others = ("<tool_call>",), ("</tool_call>",)
 
     def reading(self, types: Types) -> Reading:
-        return _Marked()
-
-
-class _Marked(Reading):
-    """Looks for the end of a marked call: a mark that is in no text of its JSON."""
-
-    def __init__(self) -> None:
-        self._at, self._quoted = len(Hermes.marks[0]), False
-
-    def end(self, held: str, last: bool) -> tuple[list[Call], int] | None:
-        found = self._inside(held, last)
-        return None if found is None else (json_calls(found[0]), found[1])
-
-    def _inside(self, held: str, last: bool) -> tuple[str, int] | None:
-        """What stands between the marks, and where the closing one ends."""
-        (begin,), (close,) = Hermes.marks, Hermes.others
-        while found := _STOPS[self._quoted].search(held, self._at):
-            if found[0] == close:
-                return held[len(begin) : found.start()], found.end()
-            if found[0] == "\\":
-                if found.end() == len(held):  # the escaped character is still to come
-                    break
-                self._at = found.end() + 1
-            else:
-                self._quoted, self._at = not self._quoted, found.end()
-        else:
-            self._at = max(self._at, len(held) - (0 if self._quoted else len(close) - 1))
-        if not last:
-            return None
-        naive = held.find(close, len(begin))  # a quote that is never closed hid it
-        if naive < 0 or not self._quoted:
-            return held[len(begin) :], len(held)
-        return held[len(begin) : naive], naive + len(close)
-
-
-_STOPS = re.compile(f'"|{re.escape(Hermes.others[0])}'), re.compile(r'["\\]')  # outside and inside of a text of JSON
+        return JsonCalls(self.marks[0], self.others[0])
 
 
 class LlamaJson(Style):
@@ -144,7 +168,7 @@ class LlamaJson(Style):
         return super().find(held, fresh)
 
     def reading(self, types: Types) -> Reading:
-        return _Braces(self.marks[0])
+        return JsonCalls(self.marks[0])
 
 
 class Mistral(Style):
@@ -153,69 +177,7 @@ class Mistral(Style):
     marks, others = ("[TOOL_CALLS]",), ("[ARGS]", "[CALL_ID]")
 
     def reading(self, types: Types) -> Reading:
-        return _Braces(self.marks[0], named=True)
+        return JsonCalls(self.marks[0], named=True)
 
     def new_id(self) -> str:
         return "".join(choice(ascii_letters + digits) for _ in range(9))  # what its templates take
-
-
-class _Braces(Reading):
-    """Looks for the end of JSON in brackets, behind a mark that may be missing, and a name where calls have one."""
-
-    def __init__(self, mark: str, *, named: bool = False) -> None:
-        self._mark, self._named, self._name = mark, named, ""
-        self._begin = self._at = 0
-        self._depth, self._quoted = 0, False
-
-    def end(self, held: str, last: bool) -> tuple[list[Call], int] | None:
-        if not self._at and (wrong := self._opened(held)) is not None:
-            return ([], len(held)) if last and wrong == 0 else None if wrong == 0 else ([], wrong)
-        while found := _BRACKETS[self._quoted].search(held, self._at):
-            if found[0] == "\\":
-                if found.end() == len(held):
-                    break
-                self._at = found.end() + 1
-                continue
-            self._at = found.end()
-            if found[0] == '"':
-                self._quoted = not self._quoted
-            else:
-                self._depth += 1 if found[0] in "[{" else -1
-                if self._depth == 0:
-                    return self._calls(held[self._begin : self._at]), self._at
-        else:
-            self._at = len(held)
-        return ([], len(held)) if last else None
-
-    def _opened(self, held: str) -> int | None:
-        """None once the JSON has begun; 0 where more is needed; else where a text ends that is no call."""
-        start = len(self._mark) if held.startswith(self._mark) else 0
-        behind = held[start:].lstrip()
-        if not behind:
-            return 0
-        begin = len(held) - len(behind)
-        if self._named and behind[0] != "[":
-            brace = held.find("{", begin)
-            name = _NAME.fullmatch(held[begin:brace] if brace >= 0 else held[begin:])
-            if name is None and (brace >= 0 or len(behind) > _MOST_NAME):
-                return start
-            if brace < 0 or name is None:
-                return 0
-            self._name, begin = name[1], brace
-        elif behind[0] not in "[{":
-            return start or len(held)
-        self._begin = self._at = begin
-        return None
-
-    def _calls(self, text: str) -> list[Call]:
-        if not self._name:
-            return json_calls(text)
-        try:
-            return [(self._name, _object(json.loads(text, strict=False)))]
-        except (ValueError, RecursionError):
-            return []
-
-
-_BRACKETS = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
-_NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?")
-_MOST_NAME = 200  # characters of a function's name and its call's id

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from specdec.serve.answers import Answer, Json
+from specdec.serve.answers import Answer, Json, Speaker
 from specdec.serve.call_styles import Style
 from specdec.serve.calls import CallReader, Delta, MessageReader
 from specdec.serve.choices import Choice, Piece
 from specdec.serve.fields import ChatRequest
-from specdec.serve.logprobs import TokenNames
 from specdec.serve.marks import hidden_tokens
 from specdec.serve.plan import Plan
 from specdec.serve.thinking import THINK_MARKS
@@ -19,29 +17,22 @@ __all__ = ["ChatAnswer"]
 
 
 class ChatAnswer(Answer):
-    """The answer to a chat.
-
-    Args:
-        plan, model, tokenizer, max_rows: see :class:`specdec.serve.answers.Answer`.
-        names: names of tokens.
-        style: how the model marks tool calls in its text; None where it does not.
-    """
+    """The answer to a chat, for arguments of :class:`specdec.serve.answers.Answer`."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self, plan: Plan, model: str, tokenizer: Any, max_rows: int, names: TokenNames, *, style: Style | None
-    ) -> None:
+    def __init__(self, plan: Plan, speaker: Speaker) -> None:
         assert isinstance(plan.fields, ChatRequest)
         tools = () if plan.fields.tool_choice == "none" else plan.fields.tools or ()
-        marked = style is not None and plan.forced is None and bool(tools)
-        read = style if marked and style is not None else Style()
-        marks = (*read.marks, *read.others, *(THINK_MARKS if plan.thinking else ()))
-        super().__init__(plan, model, tokenizer, max_rows, hidden_tokens(tokenizer, marks) if marks else None)
+        style = speaker.style or Style()
+        marked = bool(style.marks and tools) and plan.forced is None
+        marks = (*(style.marks + style.others if marked else ()), *(THINK_MARKS if plan.thinking else ()))
+        super().__init__(plan, speaker, hidden_tokens(speaker.tokenizer, marks) if marks else None)
         types = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        self._names, how = names, style or Style()
+        streams = bool(plan.fields.stream)
         self._readers = [
-            MessageReader(plan.thinking, CallReader(plan.forced, marked, how, types)) for _ in self.choices
+            MessageReader(plan.thinking, CallReader(plan.forced, marked, style, types, streams=streams))
+            for _ in self.choices
         ]
 
     def opening(self) -> list[Json]:
@@ -54,7 +45,7 @@ class ChatAnswer(Answer):
 
     def whole(self) -> Json:
         told = self._plan.fields.prompt_logprobs is not None
-        more = {"prompt_logprobs": self._prompt_logprobs(self.choices[0], self._names)} if told else {}
+        more = {"prompt_logprobs": self._prompt_logprobs(self.choices[0])} if told else {}
         return {**super().whole(), **more}
 
     def _pieces(self, choice: Choice, piece: Piece) -> list[Json]:
@@ -81,7 +72,7 @@ class ChatAnswer(Answer):
         return sum(choice.tokens.index(close) + 1 for choice in self.choices if close in choice.tokens)
 
     def _reason(self, choice: Choice) -> str | None:
-        calls = self._readers[choice.index].count > 0
+        calls = self._readers[choice.index].called
         ends = calls and choice.finish_reason == "stop" and not self._plan.forced
         return "tool_calls" if ends else choice.finish_reason
 

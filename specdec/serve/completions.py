@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from specdec.results import TokenLogprobs
-from specdec.serve.answers import Answer, Json
+from specdec.serve.answers import Answer, Json, Speaker
 from specdec.serve.choices import Choice, Piece
 from specdec.serve.fields import CompletionRequest
-from specdec.serve.logprobs import Offsets, TokenNames
+from specdec.serve.logprobs import Offsets
 from specdec.serve.plan import Plan
 
 __all__ = ["CompletionAnswer"]
 
 
 class CompletionAnswer(Answer):
-    """The answer to a completion.
-
-    Args:
-        plan, model, tokenizer, max_rows: see :class:`specdec.serve.answers.Answer`.
-        names: names of tokens.
-    """
+    """The answer to a completion, for arguments of :class:`specdec.serve.answers.Answer`."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, plan: Plan, model: str, tokenizer: Any, max_rows: int, names: TokenNames) -> None:
-        super().__init__(plan, model, tokenizer, max_rows)
-        self._names, self._echo = names, isinstance(plan.fields, CompletionRequest) and bool(plan.fields.echo)
+    def __init__(self, plan: Plan, speaker: Speaker) -> None:
+        super().__init__(plan, speaker)
+        tokenizer, self._echo = speaker.tokenizer, isinstance(plan.fields, CompletionRequest) and plan.fields.echo
         self._texts = [
             tokenizer.decode(prompt, skip_special_tokens=True) if self._echo else "" for prompt in plan.prompts
         ]
         told = self.choices if plan.logprobs is not None else ()
         before = [() if self._echo else prompt for prompt in plan.prompts]
-        self._offsets = [Offsets(names, tokenizer, before[choice.index // plan.n]) for choice in told]
+        self._offsets = [Offsets(speaker.names, tokenizer, before[choice.index // plan.n]) for choice in told]
 
     def opening(self) -> list[Json]:
         told = [choice for choice in self.choices if choice.finish_reason is not None or self._echo]
@@ -52,7 +46,7 @@ class CompletionAnswer(Answer):
         else:
             found["logprobs"] = self._logprobs(choice, choice.logprobs)
         if self._plan.fields.prompt_logprobs is not None:
-            found["prompt_logprobs"] = self._prompt_logprobs(choice, self._names)
+            found["prompt_logprobs"] = self._prompt_logprobs(choice)
         return found
 
     def _text(self, choice: Choice) -> str:

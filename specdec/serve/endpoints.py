@@ -58,7 +58,6 @@ class Endpoint:
                 f"the request took longer than {seconds:g} s; ask for fewer tokens, or start the server with a larger "
                 "--request-timeout",
                 status=504,
-                kind="server_error",
                 code="timeout",
             )
             await reply.fail(error)

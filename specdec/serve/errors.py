@@ -15,9 +15,8 @@ class ApiError(SpecdecError):
 
     Attributes:
         status: HTTP status.
-        kind: the error's ``type`` in OpenAI's JSON.
         param: name of the request's field, or None.
-        code: a short code that programs can test, or None.
+        code: a short code that programs can test, by default that a field's value does not fit.
         headers: additional headers of the answer.
     """
 
@@ -26,19 +25,20 @@ class ApiError(SpecdecError):
         message: str,
         *,
         status: int = 400,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.status, self.param = status, param
+        self.code = "invalid_value" if code is None and param is not None else code
         self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object of the error."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        kind = _OPENAI.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def body_of(self, path: str) -> dict[str, Any]:
         """The JSON object of the error in the form of a path's protocol: OpenAI's, or Anthropic's."""
@@ -48,12 +48,11 @@ class ApiError(SpecdecError):
         return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, usual), "message": str(self)}}
 
 
+_OPENAI = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC = {
-    401: "authentication_error",
-    403: "permission_error",
+    **_OPENAI,
     404: "not_found_error",
     413: "request_too_large",
-    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -81,10 +80,9 @@ def told_to_client(error: Exception) -> ApiError:
         first = message.partition(" ")[0]
         return ApiError(message, param=first if "_" in first else None)
     if isinstance(error, CacheError):
-        return ApiError(_in_words_of_requests(str(error)), status=503, kind="server_error", code="out_of_memory")
+        return ApiError(_in_words_of_requests(str(error)), status=503, code="out_of_memory")
     return ApiError(
         "the server failed to decode this request, and its log says why; send it again, or tell its operator",
         status=500,
-        kind="server_error",
         code="internal_error",
     )

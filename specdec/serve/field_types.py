@@ -7,10 +7,9 @@ fails at its first item that does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
 from pydantic_core import PydanticCustomError
 
 __all__ = ["MESSAGES", "STOPS", "STOP_CHARACTERS", "Biases", "Bounded", "Int", "Prompts", "Stops", "Tokens", "bounded"]
@@ -70,50 +69,26 @@ def _stops(value: Any) -> Any:
 Stops = Annotated[list[Annotated[str, bounded(STOP_CHARACTERS)]], _First(), bounded(STOPS), BeforeValidator(_stops)]
 
 
-def _each(value: list[Any], fits: Callable[[Any], bool], what: str) -> Any:
-    """The list; raises an error that names the place of the first item that does not fit."""
-    for place, item in enumerate(value):
-        if not fits(item):
-            raise PydanticCustomError(
-                "prompt_item",
-                "item {place} is {item}; give {what}",
-                {"place": place, "item": repr(item)[:80], "what": what},
-            )
-    return value
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _tokens(value: Any) -> Any:
-    """A list of token ids. Each is compared by hand: a prompt of the whole context has a hundred thousand."""
-    if not isinstance(value, list):
-        raise PydanticCustomError("prompt_type", "give a list of token ids, which are integers >= 0")
-    return _each(value, _is_token, "token ids, which are integers >= 0")
-
-
-Tokens = Annotated[list[Any], BeforeValidator(_tokens)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], _First()]
 """Token ids."""
 
 
-def _prompts(value: Any) -> Any:
-    """A text, token ids, or a list of either."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("prompt_type", "give a text, token ids, or a list of either")
-    first = value[0] if value else ""
-    if isinstance(first, str):
-        return _each(value, lambda one: isinstance(one, str), "texts, as the first item is one")
-    if isinstance(first, list):
-        _each(value, lambda one: isinstance(one, list), "lists of token ids, as the first item is one")
-        return [_tokens(one) for one in value]
-    return _tokens(value)
+def _kind(value: Any) -> str | None:
+    """The form of a completion's prompts: that of their first one."""
+    first = value[0] if isinstance(value, list) and value else ""
+    if isinstance(value, list):
+        return "[texts]" if isinstance(first, str) else "[lists]" if isinstance(first, list) else "[ids]"
+    return "[text]" if isinstance(value, str) else None
 
 
-Prompts = Annotated[Any, BeforeValidator(_prompts)]
-"""The prompts of a completion: ``str | list[str] | list[int] | list[list[int]]``."""
+Prompts = Annotated[
+    Annotated[str, Tag("[text]")]
+    | Annotated[list[str], _First(), Tag("[texts]")]
+    | Annotated[Tokens, Tag("[ids]")]
+    | Annotated[list[Tokens], _First(), Tag("[lists]")],
+    Discriminator(_kind, "prompt_type", "give a text, token ids, or a list of either"),
+]
+"""The prompts of a completion."""
 
 Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], bounded(BIASES)]
 """``logit_bias``; an empty list, as some clients send, is left out before."""

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validat
 from specdec.serve.field_types import STOP_TOKENS, Biases, Bounded, Int, Prompts, Stops, Tokens, bounded
 
 __all__ = [
+    "Body",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -21,7 +22,6 @@ __all__ = [
     "Speculation",
     "StreamOptions",
     "StructuredOutputs",
-    "TextPart",
     "TokenizeRequest",
     "Tool",
 ]
@@ -117,23 +117,16 @@ class StructuredOutputs(Fields):
     json_object: bool | None = None
 
 
-class TextPart(Fields):
-    model_config = ConfigDict(extra="ignore")
-
-    type: str
-    text: str | None = None
-
-
 class Prediction(Fields):
     type: Literal["content"]
-    content: str | Bounded[TextPart]
+    content: str | Bounded[dict[str, Any]]
 
 
 class Message(Fields):
     model_config = ConfigDict(extra="ignore")  # clients send answers back, with other servers' fields too
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Bounded[TextPart] | None = None
+    content: str | Bounded[dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: Bounded[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -161,12 +154,18 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
-class Generating(Fields):
+class Body(Fields):
+    """The body of a request."""
+
+    model: str | None = None
+
+
+class Generating(Body):
     """The fields that chats and completions share; None stands for OpenAI's default, or the checkpoint's."""
 
     ignored = frozenset(
-        ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    ) | {"request_id"}
+        {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    ) | {"request_id", "include_reasoning"}
     refused: ClassVar = {
         **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)),
         **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "return_token_ids"), (False,)),
@@ -178,7 +177,6 @@ class Generating(Fields):
     }
     keeps_empty = False
 
-    model: str | None = None
     max_tokens: Int | None = Field(None, ge=-1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -207,7 +205,6 @@ class Generating(Fields):
 class ChatRequest(Generating):
     """The body of ``/v1/chat/completions``."""
 
-    ignored = Generating.ignored | {"include_reasoning"}
     refused: ClassVar = {
         **Generating.refused,
         **dict.fromkeys(("chat_template", "documents"), ()),
@@ -245,7 +242,7 @@ class CompletionRequest(Generating):
     logprobs: Int | None = Field(None, ge=0, le=20)
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(Body):
     """The body of ``/tokenize``: a prompt or messages, with vLLM's fields, or llama-server's ``content``."""
 
     refused: ClassVar = {
@@ -253,7 +250,6 @@ class TokenizeRequest(Fields):
         "parse_special": (True,),
     }
 
-    model: str | None = None
     prompt: str | None = None
     content: str | None = None
     messages: Bounded[Message] | None = Field(None, min_length=1)
@@ -267,8 +263,7 @@ class TokenizeRequest(Fields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(Fields):
+class DetokenizeRequest(Body):
     """The body of ``/detokenize``."""
 
-    model: str | None = None
     tokens: Tokens

@@ -1,4 +1,4 @@
-"""Figures of an answer: its usage, vLLM's acceptance figures, and llama-server's timings."""
+"""Figures of an answer: usage, acceptance as vLLM tells it, llama-server's timings, and a step's trace for the page."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.results import Statistics
+from specdec.results import Statistics, Step
 
-__all__ = ["acceptance_of", "timings_of", "usage_of"]
+__all__ = ["acceptance_of", "timings_of", "trace_json", "usage_of"]
 
 Json = dict[str, Any]
 
@@ -79,4 +79,33 @@ def timings_of(stats: Sequence[Statistics]) -> Json:
         "predicted_per_second": 1000 * new / new_ms if new_ms else 0.0,
         "draft_n": drafted["num_draft_tokens"],
         "draft_n_accepted": drafted["num_accepted_draft_tokens"],
+    }
+
+
+def trace_json(step: Step, tokenizer: Any) -> Json:
+    """A chunk's ``specdec`` object for a traced step; ``ms`` is the time since the text's first step, in milliseconds.
+
+    Each text is a single token's; a character that spans several tokens has none.
+    """
+    trace = step.trace
+    assert trace is not None
+
+    def texts(tokens: Sequence[int]) -> list[str]:
+        return [tokenizer.decode([token]) for token in tokens]
+
+    return {
+        "index": step.index,
+        "ms": round(1000 * trace.seconds, 3),
+        "rows": step.rows,
+        "drafter": step.drafter,
+        "token_ids": list(step.tokens),
+        "texts": texts(step.tokens),
+        "sources": list(trace.token_sources),
+        "tree": {
+            "token_ids": list(trace.tokens),
+            "texts": texts(trace.tokens),
+            "parents": list(trace.parents),
+            "sources": list(trace.sources),
+            "path": list(trace.path),
+        },
     }

@@ -78,7 +78,6 @@ class Guard:
                 f"the Host header is {shown(host)}, and this server answers programs of its own machine; call it "
                 "127.0.0.1 or localhost, or start it with a key",
                 status=403,
-                kind="permission_error",
                 code="wrong_host",
             )
         if origin is not None and urlsplit(origin).netloc != host and not self._origins & {origin, "*"}:
@@ -86,7 +85,6 @@ class Guard:
                 f"the page {shown(origin)} may not call this server; start it with --allow-origin {shown(origin)}"
                 + (", which allows every page without an origin, such as a file" if origin == "null" else ""),
                 status=403,
-                kind="permission_error",
                 code="wrong_origin",
             )
         if self._keys and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
@@ -100,7 +98,6 @@ class Guard:
                 raise ApiError(
                     "the Authorization header holds no valid key; send 'Bearer KEY' with the key of this server",
                     status=401,
-                    kind="authentication_error",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )

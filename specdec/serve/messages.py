@@ -7,14 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
-from specdec.errors import shown
 from specdec.serve.answers import Json
 from specdec.serve.blocks import Block, Blocks, Change
 from specdec.serve.chat import ChatAnswer
 from specdec.serve.choices import Choice, Piece
-from specdec.serve.errors import ApiError
 from specdec.serve.field_types import STOPS, Bounded, Int, bounded
-from specdec.serve.fields import Fields, Speculation
+from specdec.serve.fields import Body, Fields, Speculation
+from specdec.serve.parts import text_of, text_of_part
 
 __all__ = ["CountRequest", "MessagesAnswer", "MessagesRequest"]
 
@@ -40,13 +39,12 @@ class AnthropicMessage(Fields):
     content: str | Bounded[dict[str, Any]]
 
 
-class CountRequest(Fields):
+class CountRequest(Body):
     """The body of ``/v1/messages/count_tokens``."""
 
     ignored = frozenset({"metadata", "service_tier", "cache_control", "context_management", "output_config"})
     keeps_empty = False
 
-    model: str | None = None
     messages: Bounded[AnthropicMessage] = Field(min_length=1)
     system: str | Bounded[dict[str, Any]] | None = None
     tools: Bounded[AnthropicTool] | None = None
@@ -55,7 +53,7 @@ class CountRequest(Fields):
 
     def chat(self) -> Json:
         """The same as the values of a chat's fields."""
-        messages = [] if self.system is None else [{"role": "system", "content": _text(self.system, "system")}]
+        messages = [] if self.system is None else [{"role": "system", "content": text_of(self.system, "system")}]
         for place, message in enumerate(self.messages):
             messages += _messages(message, f"messages.{place}.content")
         values: Json = {"model": self.model, "messages": messages, "thinking": self.thinking}
@@ -97,25 +95,6 @@ class MessagesRequest(CountRequest):
         return {**super().chat(), **{name: getattr(self, name) for name in names}, **own}
 
 
-def _text(content: str | list[dict[str, Any]], param: str) -> str:
-    """The text of a content, whose blocks are texts."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(_text_of(block, f"{param}.{place}") for place, block in enumerate(content))
-
-
-def _text_of(block: Json, param: str) -> str:
-    """The text of a block; raises ApiError for one of another type."""
-    if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        raise ApiError(
-            f"{param} is a block of type {shown(block.get('type'))}; this server takes text, and calls with their "
-            "results",
-            param=param,
-            code="unsupported_content",
-        )
-    return str(block["text"])
-
-
 def _messages(message: AnthropicMessage, param: str) -> list[Json]:
     """A message as messages of a chat: results of tools come first, as messages of their own."""
     if isinstance(message.content, str):
@@ -125,7 +104,7 @@ def _messages(message: AnthropicMessage, param: str) -> list[Json]:
     for place, block in enumerate(message.content):
         kind, where = block.get("type"), f"{param}.{place}"
         if kind == "tool_result":
-            result = _text(block.get("content") or "", f"{where}.content")
+            result = text_of(block.get("content"), f"{where}.content")
             found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind == "tool_use" and isinstance(block.get("input"), dict):
             function = {"name": block.get("name"), "arguments": to_json(block["input"]).decode()}
@@ -134,7 +113,7 @@ def _messages(message: AnthropicMessage, param: str) -> list[Json]:
         elif kind == "thinking":
             own["reasoning_content"] = own.get("reasoning_content", "") + str(block.get("thinking", ""))
         elif kind != "redacted_thinking":
-            own["content"].append({"type": "text", "text": _text_of(block, where)})
+            own["content"].append({"type": "text", "text": text_of_part(block, where)})
     if own["content"] or "tool_calls" in own or not found:
         found.append(own)
     return found
@@ -182,25 +161,17 @@ class MessagesAnswer(ChatAnswer):
         tail = self._tokenizer.decode(choice.tokens[-64:]) if choice.stopped else ""
         stop = next((text for text in self._plan.stops if text in tail), None)
         reason = "max_tokens" if choice.finish_reason == "length" else "end_turn" if stop is None else "stop_sequence"
-        if self._readers[0].count and choice.finish_reason == "stop":
+        if self._readers[0].called and choice.finish_reason == "stop":
             reason, stop = "tool_use", None
         return {"stop_reason": reason, "stop_sequence": stop}
 
 
 def _content(block: Block) -> Json:
     if block.kind == "call":
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": from_json(block.text or "{}")}
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "text", "text": block.text}
-
-
-def _input(arguments: str) -> Any:
-    """The object of a call's arguments; empty where the text ended before they did."""
-    try:
-        return from_json(arguments)
-    except ValueError:
-        return {}
 
 
 _PARTS = {

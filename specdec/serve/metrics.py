@@ -7,7 +7,7 @@ between a sequence's steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,11 +21,18 @@ __all__ = ["Metrics"]
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-_PARTS = {
-    "queue": "Time from arrival to the first token, less the time of the prompt's own rows.",
-    "prefill": "Time of the prompt's own rows.",
-    "decode": "Time from the first to the last token.",
-    "inference": "Time of the prompt's own rows, and from the first to the last token.",
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Time from arrival to the first token.", _SECONDS),
+    "e2e_request_latency_seconds": ("Time from arrival to the last token.", _SECONDS),
+    "request_queue_time_seconds": ("Time to the first token, less the time of the prompt's own rows.", _SECONDS),
+    "request_prefill_time_seconds": ("Time of the prompt's own rows.", _SECONDS),
+    "request_decode_time_seconds": ("Time from the first to the last token.", _SECONDS),
+    "request_inference_time_seconds": ("Time of the prompt's own rows, and to the last token.", _SECONDS),
+    "request_time_per_output_token_seconds": ("A request's mean time between tokens.", _TOKEN_SECONDS),
+    "time_per_output_token_seconds": ("The same, vLLM's older name.", _TOKEN_SECONDS),
+    "inter_token_latency_seconds": ("Time between steps of a text.", _TOKEN_SECONDS),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
+    "request_generation_tokens": ("New tokens of a request.", _TOKENS),
 }
 
 
@@ -46,26 +53,12 @@ class Metrics(Collector):
         self._per_position: Counter[int] = Counter()
         self._steps: Counter[str] = Counter()
         self._ends: Counter[str] = Counter()
-        self._registry = CollectorRegistry()
-        self._first = self._histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _SECONDS)
-        self._each = self._histogram(
-            "request_time_per_output_token_seconds", "A request's mean time between tokens.", _TOKEN_SECONDS
-        )
-        self._output = self._histogram("time_per_output_token_seconds", "The same, vLLM's older name.", _TOKEN_SECONDS)
-        self._between = self._histogram("inter_token_latency_seconds", "Time between steps of a text.", _TOKEN_SECONDS)
-        self._all = self._histogram("e2e_request_latency_seconds", "Time from arrival to the last token.", _SECONDS)
-        self._tokens = [
-            self._histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS),
-            self._histogram("request_generation_tokens", "New tokens of a request.", _TOKENS),
-        ]
-        self._parts = [
-            self._histogram(f"request_{part}_time_seconds", about, _SECONDS) for part, about in _PARTS.items()
-        ]
+        self._registry = own = CollectorRegistry()
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", about, ["model_name"], registry=own, buckets=buckets).labels(model)
+            for name, (about, buckets) in _HISTOGRAMS.items()
+        }
         self._registry.register(self)
-
-    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(f"vllm:{name}", about, ["model_name"], registry=self._registry, buckets=buckets)
-        return made.labels(self._model)
 
     def stepped(self, events: list[Event], scheduler: Scheduler) -> None:
         """Count the events of a scheduler's step. Called in the engine's thread."""
@@ -88,7 +81,7 @@ class Metrics(Collector):
 
     def between(self, seconds: float) -> None:
         """Observe the seconds between two steps of an answer."""
-        self._between.observe(seconds)
+        self._histograms["inter_token_latency_seconds"].observe(seconds)
 
     def ended(self, reason: str) -> None:
         """Count an answer by its end: OpenAI's finish reason, ``abort`` or ``error``."""
@@ -99,18 +92,22 @@ class Metrics(Collector):
         self._counts["prompt"] += stats.prompt_tokens
         self._counts["reused"] += stats.reused_tokens
         self.seconds_each += (whole - self.seconds_each) / 8  # a running mean over about the eight latest
-        self._first.observe(first)
-        self._all.observe(whole)
-        for histogram, count in zip(self._tokens, (stats.prompt_tokens, stats.new_tokens), strict=True):
-            histogram.observe(count)
         prefill = min(first, stats.seconds.prefill)
-        for histogram, seconds in zip(
-            self._parts, (first - prefill, prefill, whole - first, whole - first + prefill), strict=True
-        ):
-            histogram.observe(seconds)
+        seen = {
+            "time_to_first_token_seconds": first,
+            "e2e_request_latency_seconds": whole,
+            "request_queue_time_seconds": first - prefill,
+            "request_prefill_time_seconds": prefill,
+            "request_decode_time_seconds": whole - first,
+            "request_inference_time_seconds": whole - first + prefill,
+            "request_prompt_tokens": stats.prompt_tokens,
+            "request_generation_tokens": stats.new_tokens,
+        }
         if stats.new_tokens > 1:
-            for histogram in (self._each, self._output):
-                histogram.observe((whole - first) / (stats.new_tokens - 1))
+            each = (whole - first) / (stats.new_tokens - 1)
+            seen |= {"request_time_per_output_token_seconds": each, "time_per_output_token_seconds": each}
+        for name, value in seen.items():
+            self._histograms[name].observe(value)
 
     def collect(self) -> Iterable[Metric]:
         """The current figures, for a scrape."""

@@ -5,12 +5,13 @@ The table is published in docs/serving.md.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from specdec.errors import shown
 from specdec.serve.errors import ApiError
 
-__all__ = ["ANY", "NEUTRAL", "RENAMED", "translated"]
+__all__ = ["ANY", "NEUTRAL", "RENAMED", "refused", "short", "translated"]
 
 ANY: tuple[Any, ...] = ("any",)
 """In place of values: the field changes no answer of this server, whatever its value is."""
@@ -24,6 +25,7 @@ RENAMED = {
     "stopping_strings": "stop",
     "stop_sequence": "stop",
     "ban_eos_token": "ignore_eos",
+    "sampler_seed": "seed",  # KoboldAI
 }
 """Names of other servers -> ours, which is taken where a request has both."""
 
@@ -33,20 +35,23 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mirostat", "mirostat_mode", "top_a", "dynatemp_range", "smoothing_factor"), (0,)),
     **dict.fromkeys(("xtc_probability", "dry_multiplier", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0,)),
     **dict.fromkeys(("no_repeat_ngram_size", "min_keep", "n_probs", "n_indent", "t_max_predict_ms"), (0,)),
-    "top_n_sigma": (-1, 0),
+    **dict.fromkeys(("top_n_sigma", "nsigma"), (-1, 0)),
     **dict.fromkeys(("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "smoothing_curve", "xtc_threshold"), ANY),
     **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"), ANY),
     **dict.fromkeys(("penalize_nl", "dynamic_temperature", "temperature_last", "early_stopping"), (False,)),
     **dict.fromkeys(("post_sampling_probs", "return_tokens", "return_progress"), (False,)),
+    **dict.fromkeys(("skew", "max_tokens_second", "min_length", "rep_pen_size"), (0,)),
+    "rep_pen_slope": (0, 1),
     **dict.fromkeys(("add_bos_token",), (True,)),
     # Slots, a context that is shifted, memory, routes: of the server, not of the answer.
     **dict.fromkeys(("cache_prompt", "id_slot", "slot_id", "n_keep", "num_keep", "n_discard", "n_cache_reuse"), ANY),
     **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "num_thread", "keep_alive", "truncation_length"), ANY),
     **dict.fromkeys(("provider", "route", "transforms", "timings_per_token", "auto_max_new_tokens", "preset"), ANY),
+    **dict.fromkeys(("allow_fallbacks", "api_type", "api_server", "bypass_status_check"), ANY),
 }
 """Fields of other servers that have none of ours -> their values that ask for nothing, or :data:`ANY`."""
 
-_WINDOWS = ("repeat_last_n", "repetition_penalty_range", "rep_pen_range")  # 0 or -1: the whole text, as ours
+_WINDOWS = ("repetition_penalty_range", "rep_pen_range")  # 0 or -1: the whole text, as ours
 
 
 def translated(values: dict[str, Any], *, chat: bool, ignored: list[str] | None = None) -> dict[str, Any]:
@@ -64,6 +69,8 @@ def translated(values: dict[str, Any], *, chat: bool, ignored: list[str] | None 
     for name, ours in RENAMED.items():
         if (value := values.pop(name, None)) is not None and values.get(ours) is None:
             values[ours] = value
+    if values.get("max_tokens") is not None:
+        values.pop("max_length", None)  # of a prompt and its answer; without the former it may be the answer's
     if values.pop("do_sample", None) is False:
         values["temperature"] = 0
     usage = values.get("usage")
@@ -74,24 +81,34 @@ def translated(values: dict[str, Any], *, chat: bool, ignored: list[str] | None 
     if chat:
         _think(values)
     penalty = values.get("repetition_penalty")
-    neutral = {**NEUTRAL, **dict.fromkeys(_WINDOWS, (-1,) if penalty not in (None, 1) else ANY)}
+    whole = (0, -1) if any(values.get(name) in (0, -1) for name in _WINDOWS) else (-1,)  # llama.cpp's 0 alone: no token
+    windows = {**dict.fromkeys(_WINDOWS, (0, -1)), "repeat_last_n": whole}
+    neutral = {**NEUTRAL, **(dict.fromkeys(windows, ANY) if penalty in (None, 1) else windows)}
     for name in neutral.keys() & values.keys():
         value, nothing = values.pop(name), neutral[name]
         if value is None or value in ("", [], {}) or nothing is ANY or value in nothing:
             continue
         if ignored is None:
-            raise _refused(name, value, nothing)
+            raise refused(name, value, nothing)
         ignored.append(name)
     return values
 
 
-def _refused(name: str, value: Any, nothing: tuple[Any, ...]) -> ApiError:
-    neutral = " or ".join(str(one).lower() for one in nothing)
+def refused(name: str, value: Any, nothing: tuple[Any, ...], why: str = "which this server does not do") -> ApiError:
+    """The error of a field that asks for more than the values ``nothing`` do."""
+    remedy = "".join(f", or send {json.dumps(one)}" for one in nothing)
     return ApiError(
-        f"{name} is {shown(value)}, which this server does not do; leave the field out, or send {neutral}",
-        param=name,
-        code="unsupported_parameter",
+        f"{name} is {short(value)}, {why}; leave the field out{remedy}", param=name, code="unsupported_parameter"
     )
+
+
+def short(value: Any) -> str:
+    """The value as a message shows it. It is cut before it is written, as it may be as large as the body."""
+    if isinstance(value, str | list):
+        value = value[:100]
+    elif isinstance(value, dict):
+        value = dict(list(value.items())[:20])
+    return shown(value)
 
 
 def _think(values: dict[str, Any]) -> None:
@@ -116,7 +133,6 @@ def _think(values: dict[str, Any]) -> None:
             raise ApiError(
                 f"reasoning_effort is {shown(effort)}; it must be one of {', '.join(_EFFORTS)}",
                 param="reasoning_effort",
-                code="invalid_value",
             )
         variables["reasoning_effort"] = effort
         if effort == "none":

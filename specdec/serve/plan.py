@@ -13,13 +13,13 @@ from specdec.engine.conversations import answer_end
 from specdec.engine.engine import Engine
 from specdec.engine.requests import Request
 from specdec.engine.text_stream import stop_strings
-from specdec.serve.constraints import AtLeast
+from specdec.serve.constraints import Anything, AtLeast, PromptFirst, ends_behind
 from specdec.serve.errors import ApiError
 from specdec.serve.fields import ChatRequest, CompletionRequest, Generating, NamedTool, Speculation
 from specdec.serve.json_grammar import Grammars
+from specdec.serve.parts import text_of
 from specdec.serve.processors import Penalties, bias_of
-from specdec.serve.prompt_first import Anything, PromptFirst, ends_behind
-from specdec.serve.prompts import Encoder, plain_text
+from specdec.serve.prompts import Encoder
 from specdec.serve.structured import Form, Structured
 from specdec.serve.thinking import Thinking
 from specdec.settings.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ class Plan:
         thinking: how the answer begins.
         ignored: names of the request's fields that were not followed.
         empty: whether the answers are to have no token.
-        answer: makes the answer of a protocol other than the fields', from the arguments of a chat's.
+        answer: makes the answer of the request's protocol, an :class:`specdec.serve.answers.Answer`.
     """
 
     fields: ChatRequest | CompletionRequest
@@ -135,20 +135,16 @@ class Planner:
         if fields.top_logprobs and not fields.logprobs:
             raise ApiError("top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
         choice = fields.tool_choice
-        tools = None if choice == "none" else fields.tools
         if not fields.tools and (choice == "required" or isinstance(choice, NamedTool)):
             raise ApiError("tool_choice asks for a call, and there are no tools; give tools", param="tool_choice")
-        continues, begins = bool(fields.continue_final_message), fields.add_generation_prompt is not False
-        if continues and fields.add_generation_prompt:
+        if fields.continue_final_message and fields.add_generation_prompt:
             raise ApiError(
                 "continue_final_message and add_generation_prompt are both true; an answer goes on with the last "
                 "message, or begins one; give one of them",
                 param="continue_final_message",
             )
-        more = fields.chat_template_kwargs
-        prompt = self._encoder.chat(fields.messages, tools, continues=continues, begins=begins, more=more)
         budget = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-        return self._plan(fields, [prompt], budget, chat=True)
+        return self._plan(fields, [self._encoder.chat(fields)], budget, chat=True)
 
     def completion(self, fields: CompletionRequest) -> Plan:
         """The plan of a completion; raises as :meth:`chat` does."""
@@ -177,8 +173,8 @@ class Planner:
             options["eos_ids"] = frozenset()
         rooms = [self._limits.context - len(prompt) for prompt in prompts]
         if fields.prediction is not None:
-            text = plain_text(fields.prediction.content, "prediction.content", between="") or None
-            options["prediction"] = None if text is None else self._encoder.prediction(text, min(rooms))
+            text = text_of(fields.prediction.content, "prediction.content", between="")
+            options["prediction"] = self._encoder.prediction(text, min(rooms)) if text else None
         budgets = [room if budget in (None, -1) else min(budget or 0, room) for room in rooms]
         thinking: Thinking = None
         if isinstance(fields, ChatRequest):
@@ -232,7 +228,6 @@ class Planner:
                 f"min_tokens is {least}, and the answer has at most {budget} tokens, by max_tokens or by the context; "
                 "lower it",
                 param="min_tokens",
-                code="invalid_value",
             )
         size = self._engine.target.vocab_size
         if least and sum(0 <= token < size for token in closing) == size:
@@ -240,7 +235,6 @@ class Planner:
                 f"min_tokens is {least}, and stop_token_ids holds every token, so that none may come first; leave one "
                 "of them out",
                 param="stop_token_ids",
-                code="invalid_value",
             )
         return least
 
@@ -264,7 +258,6 @@ def _check_prompt_logprobs(fields: ChatRequest | CompletionRequest) -> None:
         raise ApiError(
             f"{asked} asks for log-probabilities of the prompt, which do not go with {other}; leave one of them out",
             param=asked,
-            code="invalid_value",
         )
 
 

@@ -43,7 +43,6 @@ def bias_of(biases: Mapping[str, float], vocab_size: int) -> Any:
                 f"logit_bias has the key {shown(name)}; its keys are token ids in [0, {vocab_size}), as /tokenize "
                 "gives them",
                 param="logit_bias",
-                code="invalid_value",
             )
         found[(int(name),)] = float(bias)
     return SequenceBiasLogitsProcessor(found)  # type: ignore[arg-type]  # its own annotation lacks this form

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,12 +16,13 @@ from specdec.engine.prediction import prediction_ids
 from specdec.engine.prompt import token_ids
 from specdec.errors import first_line, shown
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import Message, TextPart, Tool
+from specdec.serve.fields import ChatRequest, Message, TokenizeRequest
+from specdec.serve.parts import text_of
 from specdec.serve.text_bounds import bytes_of_a_token, least_tokens
 from specdec.serve.thinking import Thinking, thinking_of
 from specdec.serve.tool_text import as_text
 
-__all__ = ["Encoder", "plain_text"]
+__all__ = ["Encoder"]
 
 _log = logging.getLogger("specdec.serve")
 _OWN = {
@@ -74,7 +75,6 @@ class Encoder:
                 f"prediction.content has {count} tokens, and the context leaves {room} to the answer; send the part "
                 "that the answer may have",
                 param="prediction.content",
-                code="invalid_value",
             )
         return tokens
 
@@ -102,23 +102,8 @@ class Encoder:
         pieces: list[str] = self._tokenizer.convert_ids_to_tokens(list(tokens))
         return pieces
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        *,
-        continues: bool = False,
-        begins: bool = True,
-        more: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of the chat template's output, up to the point where the answer begins.
-
-        Args:
-            messages: the chat's messages.
-            tools: the tools that the model may call.
-            continues: whether the answer continues the last message instead of starting a new one.
-            begins: whether the template's generation prompt is added.
-            more: additional variables of the template.
+    def chat(self, fields: ChatRequest | TokenizeRequest) -> list[int]:
+        """Token ids of what the chat template makes of a request, up to the point where the answer begins.
 
         Raises:
             ApiError: there is no chat template, or it refuses a message; or the prompt exceeds the context.
@@ -130,22 +115,22 @@ class Encoder:
                 param="messages",
                 code="no_chat_template",
             )
-        plain = [_plain(message, place) for place, message in enumerate(messages)]
+        plain = [_plain(message, place) for place, message in enumerate(fields.messages or ())]
+        continues, begins = bool(fields.continue_final_message), fields.add_generation_prompt is not False
         if continues and "tool_calls" in plain[-1]:
             raise ApiError(
                 "continue_final_message is true, and the last message has tool_calls, behind which no text goes on; "
                 "leave out one of them",
                 param="continue_final_message",
-                code="invalid_value",
             )
-        options: dict[str, Any] = dict(more or {})
+        options = dict(fields.chat_template_kwargs or {})
         if own := sorted(_OWN & options.keys()):
             raise ApiError(
                 f"chat_template_kwargs holds {own[0]!r}, which this server gives the template; leave it out",
                 param="chat_template_kwargs",
-                code="invalid_value",
             )
-        described = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+        hides = isinstance(fields, ChatRequest) and fields.tool_choice == "none"
+        described = [] if hides else [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
         options |= {"add_generation_prompt": begins and not continues, "continue_final_message": continues}
         bounds = self._token_bytes is not None  # else the template may come with a way of its own to tokenize
         options |= {"tokenize": False} if bounds else {"return_dict": True}
@@ -196,33 +181,13 @@ class Encoder:
         )
 
 
-def plain_text(content: str | Sequence[TextPart] | None, param: str, between: str = "\n") -> str | None:
-    """The text of a message's content: its parts joined by ``between``, by default one part a line.
-
-    Raises:
-        ApiError: a part is not text.
-    """
-    if content is None or isinstance(content, str):
-        return content
-    for place, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            raise ApiError(
-                f"{param}.{place} is a part of type {shown(part.type)}; this server takes parts of type 'text', with "
-                "a text",
-                param=f"{param}.{place}",
-                code="unsupported_content",
-            )
-    return between.join(part.text or "" for part in content)
-
-
 def _plain(message: Message, place: int) -> dict[str, Any]:
     """The message as chat templates expect it: its content as one text, the arguments of calls as objects."""
     where = f"messages.{place}"
-    content = plain_text(message.content, f"{where}.content")
-    if content is None and message.role == "user":
+    if message.content is None and message.role == "user":
         raise ApiError(f"{where} has no content; give a text", param=f"{where}.content")
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": content or ""}
+    plain: dict[str, Any] = {"role": role, "content": text_of(message.content, f"{where}.content")}
     if message.tool_calls:
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     for name in ("name", "tool_call_id", "reasoning_content"):

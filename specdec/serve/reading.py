@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from specdec.errors import shown, unknown
+from specdec.errors import unknown
 from specdec.serve.errors import ApiError
 from specdec.serve.fields import ChatRequest, Fields, Generating, is_empty
-from specdec.serve.other_fields import translated
+from specdec.serve.other_fields import refused, short, translated
 
 __all__ = ["checked", "read"]
 
@@ -35,7 +34,7 @@ def read(kind: type[Kind], body: bytes, *, ignores: bool = False) -> tuple[Kind,
     except ValueError as error:
         raise ApiError(f"the body is no JSON: {error}; send one JSON object", code="invalid_json") from None
     if not isinstance(values, dict):
-        raise ApiError(f"the body is {_short(values)}; send one JSON object", code="invalid_json")
+        raise ApiError(f"the body is {short(values)}; send one JSON object", code="invalid_json")
     return checked(kind, values, ignores=ignores)
 
 
@@ -58,12 +57,7 @@ def _served(kind: type[Fields], values: dict[str, Any]) -> dict[str, Any]:
         value = values.get(name)
         asks = value is not None if name == "guided_json" else not is_empty(value)  # {} is a schema, of any JSON
         if asks and value not in nothing:
-            raise ApiError(
-                f"{name} is {_short(value)}, {kind.why.get(name, 'which this server does not do')}; leave the field out"
-                + "".join(f", or send {json.dumps(one)}" for one in nothing),
-                param=name,
-                code="unsupported_parameter",
-            )
+            raise refused(name, value, nothing, kind.why.get(name, "which this server does not do"))
     return {name: value for name, value in values.items() if name not in kind.refused}
 
 
@@ -73,7 +67,9 @@ def _unfit(kind: type[Fields], error: ValidationError) -> ApiError:
     first = max(found, key=lambda one: (one["type"] in _OWN, len(one["loc"])))
     if all(one["loc"][0] != first["loc"][0] for one in found[:1]):
         first = found[0]
-    names = [str(part) for part in first["loc"] if isinstance(part, int) or (part not in _TAGS and "[" not in part)]
+    names = [
+        str(part) for part in first["loc"] if isinstance(part, int) or (part not in _TAGS and not set("[<") & {*part})
+    ]
     place = ".".join(names)
     if first["type"] == "extra_forbidden":
         message = (
@@ -85,20 +81,11 @@ def _unfit(kind: type[Fields], error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(f"{place} is missing; the request needs it", param=place, code="missing_required_parameter")
     if first["type"] in _OWN:  # of field_types, which say the value themselves
-        said = {"too_long": "has", "prompt_item": "does not fit:"}.get(first["type"], f"is {_short(first['input'])};")
-        return ApiError(f"{place} {said} {first['msg']}", param=place, code="invalid_value")
+        said = "has" if first["type"] == "too_long" else f"is {short(first['input'])};"
+        return ApiError(f"{place} {said} {first['msg']}", param=place)
     must = re.sub(r"^\w+ should", "it must", first["msg"])
-    return ApiError(f"{place} is {_short(first['input'])}; {must}", param=place, code="invalid_value")
+    return ApiError(f"{place} is {short(first['input'])}; {must}", param=place)
 
 
-def _short(value: Any) -> str:
-    """The value as a message shows it. It is cut before it is written, as it may be as large as the body."""
-    if isinstance(value, str | list):
-        value = value[:100]
-    elif isinstance(value, dict):
-        value = dict(list(value.items())[:20])
-    return shown(value)
-
-
-_OWN = {"too_long", "prompt_item", "prompt_type"}
+_OWN = {"too_long", "prompt_type"}
 _TAGS = {"str", "int", "float", "bool", "list", "dict", "constrained-str", "NamedTool", "literal"}

@@ -8,13 +8,15 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from specdec.errors import shown
-from specdec.serve.answers import Json
+from specdec.serve.answers import Json, Speaker
 from specdec.serve.blocks import Block, Blocks, Change
 from specdec.serve.chat import ChatAnswer
 from specdec.serve.choices import Choice, Piece
 from specdec.serve.errors import ApiError
 from specdec.serve.field_types import Bounded, Int
-from specdec.serve.fields import Fields, Speculation
+from specdec.serve.fields import Body, Speculation
+from specdec.serve.parts import text_of
+from specdec.serve.plan import Plan
 from specdec.serve.stored import Stored, StoredResponses
 
 __all__ = ["ResponsesAnswer", "ResponsesRequest"]
@@ -22,7 +24,7 @@ __all__ = ["ResponsesAnswer", "ResponsesRequest"]
 _TEXTS = ("input_text", "output_text", "text")
 
 
-class ResponsesRequest(Fields):
+class ResponsesRequest(Body):
     """The body of ``/v1/responses``."""
 
     ignored = frozenset(("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "include")) | {
@@ -36,7 +38,6 @@ class ResponsesRequest(Fields):
     }
     keeps_empty = False
 
-    model: str | None = None
     input: str | Bounded[dict[str, Any]] = Field()
     instructions: str | None = None
     max_output_tokens: Int | None = Field(None, ge=1)
@@ -86,19 +87,23 @@ def _messages(items: str | list[Json]) -> list[Json]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _assistant(found).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            result = _content(item.get("output") or "", f"{where}.output")
+            result = text_of(item.get("output"), f"{where}.output", _TEXTS)
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": result})
         elif kind == "reasoning":
             thought = "".join(part.get("text", "") for part in item.get("content") or ())
             found.append({"role": "assistant", "content": "", "reasoning_content": thought})
         elif kind == "message" and item.get("role") == "assistant":
             own = _assistant(found)
-            own["content"] += _content(item.get("content") or "", f"{where}.content")
+            own["content"] += text_of(item.get("content"), f"{where}.content", _TEXTS)
         elif kind == "message":
-            content = _content(item.get("content") or "", f"{where}.content")
+            content = text_of(item.get("content"), f"{where}.content", _TEXTS)
             found.append({"role": item.get("role"), "content": content})
         else:
-            raise _unserved(kind, where)
+            raise ApiError(
+                f"{where} is of type {shown(kind)}; this server takes messages, function calls and their outputs",
+                param=where,
+                code="unsupported_content",
+            )
     return found
 
 
@@ -108,23 +113,6 @@ def _assistant(messages: list[Json]) -> Json:
     if last.get("role") != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
-
-
-def _content(content: Any, param: str) -> str:
-    if isinstance(content, str):
-        return content
-    for place, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-            raise _unserved(part.get("type") if isinstance(part, dict) else part, f"{param}.{place}")
-    return "\n".join(part["text"] for part in content)
-
-
-def _unserved(kind: Any, param: str) -> ApiError:
-    return ApiError(
-        f"{param} is of type {shown(kind)}; this server takes messages of text, function calls and their outputs",
-        param=param,
-        code="unsupported_content",
-    )
 
 
 def _tool(tool: Json, param: str) -> Json:
@@ -154,7 +142,7 @@ class ResponsesAnswer(ChatAnswer):
         before: messages of earlier responses.
         stored: keeps the response, unless the request asks for it not to be kept.
         owner: whose it is.
-        arguments, options: see :class:`specdec.serve.chat.ChatAnswer`.
+        plan, speaker: see :class:`specdec.serve.answers.Answer`.
     """
 
     prefix, kind = "resp", "response"
@@ -165,10 +153,10 @@ class ResponsesAnswer(ChatAnswer):
         before: list[Json],
         stored: StoredResponses,
         owner: str,
-        *arguments: Any,
-        **options: Any,
+        plan: Plan,
+        speaker: Speaker,
     ) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(plan, speaker)
         self._asked, self._before, self._stored, self._owner = request, before, stored, owner
         self._id, self._blocks, self._ids, self._number = f"resp_{token_hex(16)}", Blocks(), dict[int, str](), 0
 
@@ -224,8 +212,7 @@ class ResponsesAnswer(ChatAnswer):
             "object": "response",
             "created_at": self._head["created"],
             "status": status,
-            "error": None,
-            "incomplete_details": None,
+            "incomplete_details": None,  # without "error": clients take a body that has one for an error
             "model": self._head["model"],
             "output": [],
             **{name: getattr(asked, name) for name in names},

@@ -90,7 +90,6 @@ class Server(uvicorn.Server):
             ApiError(
                 "the server shut down before this request was done; send it to another, or later",
                 status=503,
-                kind="server_error",
                 code="shutting_down",
             )
         )

@@ -12,14 +12,12 @@ from specdec.engine.engine import Engine
 from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ConfigError, shown, unknown
-from specdec.serve.answers import Answer
+from specdec.serve.answers import Answer, Speaker
 from specdec.serve.call_styles import Style
-from specdec.serve.chat import ChatAnswer
-from specdec.serve.completions import CompletionAnswer
 from specdec.serve.config import ServeConfig
 from specdec.serve.engine_thread import EngineThread, Inbox, Submitted
 from specdec.serve.errors import ApiError
-from specdec.serve.fields import ChatRequest, Generating, Speculation
+from specdec.serve.fields import Generating, Speculation
 from specdec.serve.lanes import LARGE, Lane
 from specdec.serve.logprobs import TokenNames
 from specdec.serve.metrics import Metrics
@@ -45,6 +43,7 @@ class Service:
         draining: whether the server is ending and refuses new requests.
         forced: whether the server ends at once, without waiting for a step.
         responses: responses that are kept for later requests.
+        speaker: what answers have in common.
         lanes: threads that plan requests, that for large bodies last.
         answering: the number of requests whose body was read and whose answer has not been sent.
     """
@@ -67,8 +66,8 @@ class Service:
         kept = config.prefix_bytes if config.prefix_bytes is not None else config.cache_bytes or _PREFIX_BYTES
         self.prefixes = PrefixTree(max_bytes=kept) if kept else None
         self.responses = StoredResponses()
-        self._token_names = TokenNames(engine.tokenizer)
-        self._style = self._told_style()
+        names = TokenNames(engine.tokenizer)
+        self.speaker = Speaker(self.name, engine.tokenizer, names, engine.max_rows, self._told_style())
 
     def _told_style(self) -> Style | None:
         """How the model marks tool calls, by ``--tool-parser`` or the chat template."""
@@ -101,12 +100,9 @@ class Service:
 
     def answer(self, plan: Plan) -> Answer:
         """An empty answer to a plan, in its protocol."""
-        engine = self.engine
-        arguments = (plan, self.name, engine.tokenizer, engine.max_rows, self._token_names)
-        if isinstance(plan.fields, ChatRequest):
-            made: Answer = (plan.answer or ChatAnswer)(*arguments, style=self._style)
-            return made
-        return CompletionAnswer(*arguments)
+        assert plan.answer is not None
+        made: Answer = plan.answer(plan, self.speaker)
+        return made
 
     def check_ready(self) -> None:
         """Raises ApiError where the server refuses new requests."""
@@ -115,7 +111,6 @@ class Service:
             raise ApiError(
                 f"the server {why}; send the request to another, or later",
                 status=503,
-                kind="server_error",
                 code="unavailable",
                 headers={"Retry-After": "5"},
             )
@@ -148,13 +143,11 @@ class Service:
                 f"the request wants {wanted} answers, prompts times n, and the server takes {most} at once; ask for "
                 "fewer",
                 param="n",
-                code="invalid_value",
             )
         if held + wanted > most:
             raise ApiError(
                 f"{held} sequences run or wait, and the server takes {most}; send the request again in a moment",
                 status=429,
-                kind="rate_limit_error",
                 code="queue_full",
                 headers={"Retry-After": str(self._seconds_to_wait(wanted))},
             )
@@ -173,14 +166,12 @@ class Service:
                 f"speculation.max_rows is {asked.max_rows}, and the server's is {self.engine.max_rows}; ask for at "
                 "most as many",
                 param="speculation.max_rows",
-                code="invalid_value",
             )
         if asked.drafter is not None:
             if asked.drafter not in self.drafters:
                 raise ApiError(
                     unknown("drafter", asked.drafter, self.drafters),
                     param="speculation.drafter",
-                    code="invalid_value",
                 )
             options["drafter"] = self.drafters[asked.drafter]
         return options

@@ -78,7 +78,6 @@ class Structured:
             raise ApiError(
                 "response_format and structured_outputs both say what form the answer has; give one of them",
                 param="structured_outputs",
-                code="invalid_value",
             )
         return self._of_outputs(outputs)
 
@@ -107,7 +106,6 @@ class Structured:
                 f"structured_outputs holds {', '.join(given) or 'nothing'}; give one of json, regex, choice, grammar "
                 "and json_object",
                 param="structured_outputs",
-                code="invalid_value",
             )
         param = f"structured_outputs.{given[0]}"
         if asked.json_ is not None:
@@ -228,7 +226,7 @@ def _parsed(schema: Any, param: str) -> Any:
     try:
         return from_json(schema, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(f"{param} is no JSON: {error}; give a schema", param=param, code="invalid_value") from None
+        raise ApiError(f"{param} is no JSON: {error}; give a schema", param=param) from None
 
 
 def _of_pattern(pattern: str, param: str) -> str:

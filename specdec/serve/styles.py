@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from specdec.serve.call_styles import Call, Hermes, LlamaJson, Mistral, Reading, Style, Types
+from specdec.serve.call_reading import Broken, Reading, Steps
+from specdec.serve.call_styles import Hermes, JsonCalls, LlamaJson, Mistral, Style, Types
+from specdec.serve.marks import beginning
 
 __all__ = ["STYLES", "style_of"]
 
@@ -25,105 +28,116 @@ class QwenCoder(Style):
         return _Tagged(types)
 
 
-class _Tagged(Reading):
+class _Tagged(JsonCalls):
+    """Reads a call in tags, or in JSON behind the same mark."""
+
     def __init__(self, types: Types) -> None:
-        self._types, self._at, self._name = types, 0, ""
-        self._key: str | None = None  # of the parameter that is read
-        self._value = 0  # where its value begins
-        self._values: dict[str, str] = {}
-        self._json: Reading | None = None  # of a call that is written as Hermes does
+        super().__init__(*QwenCoder.marks[:1], *QwenCoder.others)
+        self._types = types
 
-    def end(self, held: str, last: bool) -> tuple[list[Call], int] | None:
-        if self._json is None and not self._name:
-            head = _HEAD.match(held)
-            if head is None:
-                if _JSON_HEAD.match(held):
-                    self._json = Hermes().reading(self._types)
-                elif last or not _HEAD_PART.fullmatch(held):
-                    return [], next(len(mark) for mark in QwenCoder.marks if held.startswith(mark))
-                else:
-                    return None
+    def _calls(self) -> Steps[None]:
+        if not self._text.startswith(self._mark):
+            self._mark, self._close = QwenCoder.marks[1], ""
+        while (head := _HEAD.match(self._text)) is None:
+            if _JSON_HEAD.match(self._text):
+                yield from super()._calls()
+                return
+            if not _HEAD_PART.fullmatch(self._text):
+                self._at = len(self._mark)
+                raise Broken
+            yield from self._wait()
+        self._at = head.end()
+        yield from self._parameters(head[1])
+        yield from self._closed()
+
+    def _parameters(self, name: str) -> Steps[None]:
+        listed = self._types.get(name, {}).get("properties")
+        schemas = listed if isinstance(listed, Mapping) else {}
+        self._name, self._pending, between = name, "{", ""
+        while (key := (yield from self._tag())) is not None:
+            self._pending += f"{between}{json.dumps(key)}: "
+            between = ", "
+            if (kinds := _kinds(schemas.get(key))) == {"string"}:
+                self._pending += '"'
+                yield from self._text_to_end(self._as_text)
+                self._pending += '"'
             else:
-                self._name, self._at = head[1], head.end()
-        if self._json is not None:
-            return self._json.end(held, last)
-        while (tag := self._next(held)) is not None:
-            if tag == "":
-                return self._whole(held, last)
-        return ([], len(held)) if last else None
+                texts = list[str]()
+                yield from self._text_to_end(texts.append)
+                self._pending += _json_of("".join(texts), kinds)
+            self._give("}")
+        self._pending += "}"
+        self._give("")
+        self._end()
 
-    def _next(self, held: str) -> str | None:
-        """The next parameter's name, once it is whole; ``""`` at the function's end, None where more is needed."""
-        if self._key is None:
-            found = _TAG.match(held, self._at)
-            if found is None:
-                return None
-            self._at, self._value = found.end(), found.end()
-            if found[1] is None:
-                return ""
-            self._key = found[1]
-        while found := _VALUE_END.search(held, self._at):
-            if found[1] is None:  # what follows is not known, or not there yet
-                self._at = found.start() if _open_end(held, found.end()) else found.end()
-                if self._at == found.start():
-                    return None
-                continue
-            value = held[self._value : found.start()]
-            self._values[self._key] = value.removeprefix("\n").removesuffix("\n")
-            self._at, key, self._key = found.start(1), self._key, None
-            return key
-        self._at = max(self._at, len(held) - len("</parameter>") + 1)
-        return None
+    def _as_text(self, text: str) -> None:
+        self._pending += json.dumps(text)[1:-1]
+        if text:
+            self._give('"}')
 
-    def _whole(self, held: str, last: bool) -> tuple[list[Call], int] | None:
-        end = self._at
-        if held.startswith(Hermes.marks[0]):
-            behind = held[end:].lstrip()
-            if behind.startswith(close := Hermes.others[0]):
-                end = len(held) - len(behind) + len(close)
-            elif close.startswith(behind) and not last:
-                self._at, self._key = _before(held, end), None  # the tag is read again
-                return None
-        parameters = self._types.get(self._name, {}).get("properties")
-        schemas = parameters if isinstance(parameters, Mapping) else {}
-        try:
-            arguments = {key: _typed(value, schemas.get(key)) for key, value in self._values.items()}
-            return [(self._name, json.dumps(arguments, allow_nan=False))], end
-        except (ValueError, RecursionError):
-            return [], end
+    def _tag(self) -> Steps[str | None]:
+        """Read the beginning of a parameter, and return its name; None at the function's end."""
+        while (found := _TAG.match(self._text, self._at)) is None:
+            behind = self.rest.lstrip()
+            named = behind.startswith(_TAGS[0]) and len(behind) < _MOST_KEY
+            if not (named or _begins_tag(behind)):
+                raise Broken
+            yield from self._wait()
+        self._at = found.end()
+        return found[1]
+
+    def _text_to_end(self, give: Callable[[str], None]) -> Steps[None]:
+        """Read a value up to its end, without a line feed at either side, and give it to ``give`` as it comes."""
+        while self._at == len(self._text):
+            yield from self._wait()
+        self._at += self._text.startswith("\n", self._at)
+        while True:
+            found = _VALUE_END.search(self._text, self._at)
+            end = len(self._text) - beginning(self._text, "</parameter>") if found is None else found.start()
+            known = end - (end > self._at and self._text[end - 1] == "\n")
+            give(self._text[self._at : known])
+            self._at = known
+            if found is not None and found[1] is not None:
+                self._at = found.start(1)
+                return
+            if found is None or _begins_tag(self._text[found.end() :].lstrip()):
+                yield from self._wait()
+            else:
+                give(self._text[known : found.end()])
+                self._at = found.end()
 
 
+_MOST_KEY = 200  # characters of a parameter's tag
 _HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]{1,200})>")
 _HEAD_PART = re.compile(r"<tool_call>\s*(<(f(u(n(c(t(i(o(n(=[^>\n]{0,200})?)?)?)?)?)?)?)?)?)?|<function=[^>\n]{0,200}")
 _JSON_HEAD = re.compile(r"<tool_call>\s*[\[{]")
 _TAG = re.compile(r"\s*(?:<parameter=([^>\n]+)>|</function>)")
+_TAGS = "<parameter=", "</function>"
 _VALUE_END = re.compile(r"</parameter>(?:\s*(<parameter=|</function>))?")
 
 
-def _open_end(held: str, at: int) -> bool:
-    """Whether what stands behind a parameter's end may still become a tag."""
-    behind = held[at:].lstrip()
-    return any(tag.startswith(behind) for tag in ("<parameter=", "</function>"))
+def _begins_tag(text: str) -> bool:
+    """Whether a text may be the beginning of a tag."""
+    return any(tag.startswith(text) for tag in _TAGS)
 
 
-def _before(held: str, end: int) -> int:
-    return held.rindex("</function>", 0, end)
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """A parameter's value: a text where its schema takes texts alone, or else what the text says as JSON."""
-    kinds = _kinds(schema)
+def _json_of(text: str, kinds: set[str]) -> str:
+    """A parameter's value as JSON: a text where its schema takes texts, or else what the text says as JSON."""
+    value: Any = text
     lower = text.strip().lower()
     if lower in ("null", "none") and ("null" in kinds or not kinds & {"string", ""}):
-        return None
-    if "string" in kinds:
-        return text
-    if lower in ("true", "false") and kinds & {"boolean", ""}:
-        return lower == "true"
+        value = None
+    elif "string" in kinds:
+        pass
+    elif lower in ("true", "false") and kinds & {"boolean", ""}:
+        value = lower == "true"
+    else:
+        with suppress(ValueError):
+            value = json.loads(text, strict=False)
     try:
-        return json.loads(text, strict=False)
-    except ValueError:
-        return text
+        return json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise Broken from None
 
 
 def _kinds(schema: Any) -> set[str]:

@@ -236,6 +236,20 @@ def test_an_answer_is_streamed_and_coloured(page: Page, server: FakeServer) -> N
     assert server.asked[1]["messages"][1]["content"] == "".join(WORDS)
 
 
+def test_an_answer_is_copied_and_asked_for_again(page: Page, server: FakeServer) -> None:
+    for text in ("Tell a story", "And then?"):
+        ask(page, text)
+        expect(page.locator(".message.assistant").last.locator(".note")).to_contain_text("15 tokens")
+    expect(page.get_by_role("button", name="Copy")).to_have_count(2)
+    expect(page.get_by_role("button", name="Retry")).to_have_count(1)
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator(".message.assistant")).to_have_count(2)
+    expect(page.locator(".message.assistant").last.locator(".note")).to_contain_text("15 tokens")
+    assert server.asked[2]["messages"] == server.asked[1]["messages"]
+    page.get_by_role("button", name="Copy").last.click()
+    expect(page.get_by_role("button", name="Copied")).to_have_count(1)
+
+
 def test_an_answer_is_stopped(page: Page, server: FakeServer) -> None:
     """By the button, and by Escape; the server sees that its client went, and what came stays."""
     stops = (lambda: page.get_by_role("button", name="Stop").click(), lambda: page.keyboard.press("Escape"))
@@ -326,8 +340,9 @@ def test_a_race_says_whether_the_texts_are_identical(page: Page, server: FakeSer
         expect(verdict).to_have_text("✓ The texts are identical: all 3 have the same 15 tokens, compared one by one.")
         expect(page.locator(".lane").first).to_contain_text("plain decoding15 tokens · 15 steps · 1.00 a step")
         expect(page.locator(".lane").nth(1)).to_contain_text("15 tokens · 5 steps · 3.00 a step")
-        expect(page.locator(".lane").nth(1).locator(".speed")).to_have_text("3.00×")
-        assert [one["speculation"]["drafter"] for one in server.asked] == ["none", "auto", "prompt_lookup"]
+        expect(page.locator(".lane").nth(1).locator(".speed")).to_have_text("3.00× (3.00 to 3.00)")
+        names = ["none", "auto", "prompt_lookup"]
+        assert [one["speculation"]["drafter"] for one in server.asked] == [*names, *names[::-1], *names]
         assert len({one["seed"] for one in server.asked}) == 1
         page.locator(".lane svg").nth(1).hover(position={"x": 5, "y": 40})
         expect(page.locator("#step-line")).to_contain_text("Step 1 of 5")

@@ -127,7 +127,7 @@ def test_a_response_has_calls_and_forms(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"tools\.0 is of type 'web_search', and this server has no tools"):
         client.responses.create(model="tiny", input="x", tools=[{"type": "web_search"}])
     image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
-    with pytest.raises(openai.BadRequestError, match=r"input\.0\.content\.0 is of type 'input_image'"):
+    with pytest.raises(openai.BadRequestError, match=r"input\.0\.content\.0 is a part of type 'input_image'"):
         client.responses.create(model="tiny", input=image)
 
 
@@ -187,7 +187,7 @@ def test_a_message_calls_tools(claude: anthropic.Anthropic) -> None:
 def test_errors_in_anthropic_s_form(tiny_engine: Engine, claude: anthropic.Anthropic) -> None:
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     content: Any = [{"type": "text", "text": "x"}, image]
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.1 is a block of type") as caught:
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.1 is a part of type") as caught:
         claude.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": content}])
     assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     with pytest.raises(anthropic.NotFoundError, match="there is no model"):

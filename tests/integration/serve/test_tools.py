@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,19 @@ def test_calls_on_a_template_without_a_place_for_tools(spoken: Running, speaker:
         assert "<tool_call>" in message(spoken, **without)[0]["content"]
 
 
+def test_a_call_that_breaks_off_is_an_object_and_its_finish_reason_says_so(spoken: Running, speaker: Speaker) -> None:
+    speaker.says('<tool_call>{"name": "look", "arguments": {"at": "here or there", "b": NaN}}</tool_call>')
+    found, reason = message(spoken, tools=[TOOL])
+    assert found["tool_calls"][0]["function"]["arguments"] == '{"at": "here or there"}'
+    assert (found["content"], reason) == ("NaN}}</tool_call>", "stop")
+    whole = len(speaker.script)
+    for most in (whole // 2, 3 * whole // 4, whole - 12):
+        found, reason = message(spoken, tools=[TOOL], max_tokens=most)
+        assert reason == "length"
+        for call in found.get("tool_calls", ()):
+            assert "here or there".startswith(json.loads(call["function"]["arguments"])["at"])
+
+
 def test_tools_and_history_are_written_as_text(spoken: Running) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
     talk = [
@@ -141,7 +155,7 @@ def test_tools_where_a_template_refuses_system_messages(spoken: Running, monkeyp
 
 
 def test_marks_that_are_special_tokens(spoken: Running, speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spoken.service, "_style", STYLES["mistral"])
+    monkeypatch.setattr(spoken.service, "speaker", replace(spoken.service.speaker, style=STYLES["mistral"]))
     speaker.says('Yes.[TOOL_CALLS]look[ARGS]{"at": "END"}')
     found, reason = message(spoken, tools=[TOOL])
     assert (found["content"], reason) == ("Yes.", "tool_calls")

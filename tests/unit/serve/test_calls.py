@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from specdec import Engine
-from specdec.serve import call_styles
+from specdec.serve import call_reading
 from specdec.serve.calls import CallReader, MessageReader
 from specdec.serve.styles import STYLES, style_of
 
@@ -24,17 +23,31 @@ def written(arguments: Any) -> str:
 
 
 def read(pieces: list[str], **options: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """Content, and names and arguments of the calls in their order."""
-    reader, content, calls = CallReader(**options), "", dict[int, list[str]]()
+    """Content, and names and arguments of the calls in their order, after checking that each may come in pieces."""
+    found = [_read(pieces, CallReader(streams=streams, **options)) for streams in (False, True)]
+    assert found[0] == found[1]
+    content, calls, _ = found[0]
+    return content, [(name, json.loads(arguments, parse_constant=refuse)) for name, arguments in calls]
+
+
+def _read(pieces: list[str], reader: CallReader) -> tuple[str, list[tuple[str, str]], bool]:
+    content, calls = "", list[list[str]]()
     for number, piece in enumerate(pieces):
         for delta in reader.read(piece, number == len(pieces) - 1):
             content += delta.get("content", "")
             for call in delta.get("tool_calls", ()):
-                name_and_arguments = calls.setdefault(call["index"], ["", ""])
-                name_and_arguments[0] += call["function"].get("name", "")
-                name_and_arguments[1] += call["function"].get("arguments", "")
+                assert (
+                    ("id" in call) == ("type" in call) == ("name" in call["function"]) == (call["index"] == len(calls))
+                )
+                if "id" in call:
+                    calls.append([call["function"]["name"], ""])
+                calls[call["index"]][1] += call["function"]["arguments"]
     assert reader.count == len(calls)
-    return content, [(name, json.loads(arguments)) for name, arguments in calls.values()]
+    return content, [(name, arguments) for name, arguments in calls], reader.broken
+
+
+def refuse(name: str) -> Any:
+    raise AssertionError(f"{name} is no JSON")
 
 
 @pytest.mark.parametrize(
@@ -75,37 +88,97 @@ def test_a_nest_of_brackets_is_no_call_and_no_failure() -> None:
     assert read([text], marked=True) == (text, [])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "content", "given"),
+    [
+        ('{"a": 1, "b": NaN}}', "NaN}}", {"a": 1}),
+        ('{"a": 1e5, "b": 1e400, "c": 2}}', '1e400, "c": 2}}', {"a": 1e5}),
+        ('{"a": "x" "y"}}', '"y"}}', {"a": "x"}),
+        ('{"a": [1, {"b": "c"}, }}', "}}", {"a": [1, {"b": "c"}]}),
+        ('{"a": {"b": "x\ny\\d \\u12"}}}', None, {"a": {"b": "x\ny\\d \\u12"}}),
+        ('{"a": "\\ud83d\\ude00 \\ud83d \\ude00 \\u00e9"}}', None, {"a": "\U0001f600 \\ud83d \\ude00 é"}),
+        ('{"a": "' + "[" * 300 + '", "b": ' + "[" * 300, "[" * 100, {"a": "[" * 300}),
+    ],
+)
+def test_arguments_that_break_off_are_closed_and_the_rest_is_content(
+    arguments: str, content: str | None, given: Any
+) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    rest = "" if content is None else f"{content}}}</tool_call>"
+    for pieces in ([text], [*text, ""], *([text[:cut], text[cut:]] for cut in range(1, len(text), 7))):
+        said, calls = read(pieces, marked=True)
+        assert calls == [("f", given)]
+        assert said.endswith(rest)
+        assert text.endswith(said)
+        assert _read(pieces, CallReader(marked=True))[2] == (content is not None)
+
+
+def test_arguments_are_given_out_while_they_come() -> None:
+    """Each piece of a text reaches the client with the piece in which it came; what may be an escape waits."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": "one \\n two", "b": [10, true]}}</tool_call>'
+    reader, given = CallReader(marked=True, streams=True), list[str]()
+    for character in text:
+        found = reader.read(character, False)
+        given += [call["function"]["arguments"] for delta in found for call in delta["tool_calls"]]
+    expected = ['{"a": "o', *"ne ", "\\n", *" two", '"', ', "b": [10', ", true]", "}"]
+    assert given == expected
+
+
+def test_arguments_before_the_name_or_in_a_text_come_as_a_whole() -> None:
+    for call in ('{"arguments": {"a": 1}, "name": "f"}', '{"name": "f", "arguments": "{\\"a\\": 1}"}'):
+        reader = CallReader(marked=True, streams=True)
+        deltas = [delta for character in f"<tool_call>{call}" for delta in reader.read(character, False)]
+        (one,) = deltas
+        assert one["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
 def test_each_character_of_a_call_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = list[int]()
-    end = call_styles._Marked.end
+    class Counted:
+        looked = 0
 
-    def counted(own: Any, held: str, last: bool) -> Any:
-        before = own._at
-        found = end(own, held, last)
-        looked.append(own._at - before)
-        return found
+        def match(self, text: str, at: int) -> Any:
+            found = run.match(text, at)
+            assert found is not None
+            Counted.looked += len(found[0])
+            assert len(text) - at < 40
+            return found
 
-    monkeypatch.setattr(call_styles._Marked, "end", counted)
+    run = call_reading._RUN
+    monkeypatch.setattr(call_reading, "_RUN", Counted())
     text = written({"text": "x" * 20_000})
-    assert read([*text, ""], marked=True)[1] == [("f", {"text": "x" * 20_000})]
-    assert sum(looked) <= len(text)
-    assert max(looked) < 40
+    reader = CallReader(marked=True, streams=True)
+    for character in text:
+        reader.read(character, False)
+        assert reader._reading is None or len(reader._reading._text) < 60
+    assert Counted.looked <= len(text)
 
 
 def test_text_is_text_where_no_calls_are_looked_for() -> None:
     assert read([CALL[:9], CALL[9:]]) == (CALL, [])
 
 
-def test_a_forced_call_s_text_is_its_arguments() -> None:
-    text = '{"a": 1}'
-    for first, last in pairwise([0, 3, len(text)]):
-        assert read([text[:last], text[last:]], forced="add") == ("", [("add", {"a": 1})]), first
+@pytest.mark.parametrize("forced", ["add", ""])
+def test_a_forced_call_is_an_object_wherever_the_text_ends(forced: str) -> None:
+    arguments = '{"a":1,"b":["x y",{"c":null}]}'
+    text = arguments if forced else f'{{"name":"add","arguments":{arguments}}}'
+    assert read([text], forced=forced) == ("", [("add", json.loads(arguments))])
+    assert _read([*text, ""], CallReader(forced, streams=True))[1] == [("add", arguments)]
+    for cut in range(len(text)):
+        found = read([text[:cut]], forced=forced)
+        assert found == read([*text[:cut], ""], forced=forced)
+        assert found == (text[:cut], []) if not found[1] else not found[0]
+        assert found[1] or not forced
 
 
-def test_a_call_whose_name_is_chosen_is_read_as_a_whole() -> None:
-    text = '{"name": "add", "arguments": {"a": 1}}'
-    assert read([text[:7], text[7:]], forced="") == ("", [("add", {"a": 1})])
-    assert read([text[:7], ""], forced="") == (text[:7], [])  # cut before its end
+def begins(part: Any, whole: Any) -> bool:
+    """Whether a value may be the beginning of another."""
+    if isinstance(part, str) and isinstance(whole, str):
+        return whole.startswith(part)
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(part) <= len(whole) and all(map(begins, part, whole))
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return all(key in whole and begins(value, whole[key]) for key, value in part.items())
+    return bool(part == whole)
 
 
 QWEN_CODER = (
@@ -165,9 +238,12 @@ def test_a_call_that_a_template_writes_is_read_back_in_all_cuts(tiny_engine: Eng
     options = {"marked": True, "style": STYLES[style], "types": {"f": SCHEMA}}
     for pieces in ([text], [*text, ""], *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
         assert read(pieces, **options) == ("", calls)
-    for cut in range(1, len(text)):  # an answer that ends early has calls, each of them whole, and text
+    for cut in range(1, len(text), 5):  # an answer that ends early has calls, the last of which may be cut, and text
         content, found = read([text[:cut]], **options)
-        assert found == calls[: len(found)]
+        assert found[:-1] == calls[: len(found[:-1])]
+        assert all(
+            begins(value, calls[len(found) - 1][1][key]) for _, last in found[-1:] for key, value in last.items()
+        )
         assert (content, found) == read([*text[:cut], ""], **options)
         assert content in text
 
@@ -238,6 +314,6 @@ def test_a_required_call_begins_behind_the_thinking() -> None:
     reader = MessageReader("open", CallReader("f"))
     assert reader.read("so", False) == [{"reasoning_content": "so"}]
     assert reader.read("</think>\n", False) == []
-    (delta,) = reader.read('{"a":', False)
-    assert delta["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a":'}
+    (delta,) = reader.read('{"a":1}', False)
+    assert delta["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a":1}'}
     assert MessageReader("open", CallReader("f")).read("so", True) == [{"reasoning_content": "so"}]

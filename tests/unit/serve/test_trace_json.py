@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from specdec import Engine
-from specdec.serve.trace import trace_json
+from specdec.serve.figures import trace_json
 
 
 def test_a_step_as_json(tiny_engine: Engine) -> None:
