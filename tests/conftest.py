@@ -76,6 +76,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``few(n)``: n of a test's cases, evenly spread over them, are in the first tier; the others are ``slow``."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for own in cases.values():
+        number = own[0].get_closest_marker("few").args[0]
+        part = max(1, len(own) // number)  # not the first of each part, as these may have one value of another axis
+        quick = {turn * len(own) // number + turn % part for turn in range(number)}
+        for place, item in enumerate(own):
+            if place not in quick:
+                item.add_marker("slow")
+
+
 _spent = pytest.StashKey[float]()
 
 

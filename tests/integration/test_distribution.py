@@ -42,6 +42,7 @@ def sample(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("widths", "chosen"),
     [

@@ -312,6 +312,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("family", "dtype", "backend", "devices"), CASES)
 def test_rows_of_every_kind(
@@ -326,6 +327,7 @@ CALCULATING = (
 )  # fmt: skip  # on the device, and not by looking up alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "devices", "family"),
     [  # a drafter's own calculations are the same for every family, so each family has some of them
@@ -374,6 +376,7 @@ def test_every_drafter(
             assert engine.generate(prompt_of(20), 4, sampling).finish_reason == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama"])
 def test_an_embedding_beside_the_host(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -392,6 +395,7 @@ def test_an_embedding_beside_the_host(
         assert engine.generate(prompt_of(20), 6, sampling).finish_reason == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("family", "devices"),

@@ -64,6 +64,7 @@ def plain(family: str, case: str, seed: int) -> list[int]:
     return out.token_ids
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("family", "case"), each_once(SAMPLED, CASES))
 def test_trees_around_the_truth(family: str, case: str) -> None:
     """As for greedy decoding, a drafter that knows the answer: long blocks, so long prefixes for the processors."""
@@ -102,6 +103,7 @@ def test_low_temperature_accepts_drafts() -> None:
 # Rejection itself is shown by test_verify.py and test_distribution.py; here, that drafters give it what it needs.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "acceptance"),
     [

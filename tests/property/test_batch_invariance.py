@@ -54,6 +54,7 @@ def filled(target: TransformersTarget, text: Sequence[int], chunk: int) -> seam.
     return seam.text(target, capacity=200, rows=16).fill(text, chunk, again=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "length", "chunks"),
     [

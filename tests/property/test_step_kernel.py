@@ -81,6 +81,7 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("length", "parents", "window", "heads", "width"),
     [
@@ -115,6 +116,7 @@ def test_a_drafted_row_is_the_same_token_decoded_plainly(
             cache.commit([0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "before", "window"),
     [
@@ -179,6 +181,7 @@ def test_rows_see_their_ancestors_and_the_window(case: Case) -> None:
     assert (attended(world).double() - world.naive()).abs().max() < 1e-6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "precision"),
     [

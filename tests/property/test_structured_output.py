@@ -38,6 +38,7 @@ def grammar_of(grammars: Grammars, schema: Any) -> JsonGrammar | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(60), pytest.param(range(60, 260), marks=pytest.mark.slow)], ids=["quick", "all"]
 )

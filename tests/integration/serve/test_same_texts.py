@@ -107,6 +107,7 @@ async def all_answers(client: openai.AsyncOpenAI, those: list[Asked]) -> list[li
         return await asyncio.gather(*(answer(client, one, dice) for one in those))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [16, pytest.param(80, marks=pytest.mark.slow)])
 def test_texts_are_the_engine_s(running: Running, served_engine: Engine, count: int) -> None:
     engine = served_engine

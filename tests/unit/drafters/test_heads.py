@@ -35,6 +35,7 @@ def dflash(folder: Path, **options: Any) -> dict[str, Any]:
     return {"name": "dflash", "head": str(heads.write(folder / "dflash", *made)), "min_chance": 0.0, **options}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["auto", "union"])
 def test_heads_are_parts_of_merged_drafts(name: str, tmp_path: Path) -> None:
     target, rows = target_of("mistral"), []
@@ -49,6 +50,7 @@ def test_heads_are_parts_of_merged_drafts(name: str, tmp_path: Path) -> None:
     assert engine.generate(PROMPT, NEW, hot).token_ids == Engine(target).generate(PROMPT, NEW, hot).token_ids
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("made", [eagle, dflash])
 def test_after_a_rest_it_guesses_as_if_it_had_been_asked(made: Any, tmp_path: Path) -> None:
     """Tokens that came without it are seen all the same; so the same text gives the same draft."""

@@ -28,6 +28,7 @@ def test_every_model_type_has_a_row() -> None:
     assert len(EXACT) > 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in SAMPLE]
 )

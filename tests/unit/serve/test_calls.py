@@ -146,6 +146,7 @@ def written_by(template: str, calls: list[tuple[str, Any]], tokenizer: Any) -> s
     return text[len(before) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "end"),
     [
