@@ -68,7 +68,7 @@ def test_native_rows_are_those_of_one_by_one_bit_for_bit(family: str, dtype: tor
     ("family", "dtype"),
     [
         ("llama", torch.float64),
-        pytest.param("mistral", torch.bfloat16, marks=[pytest.mark.slow, needs_compiler]),
+        pytest.param("mistral", torch.bfloat16, marks=needs_compiler),
     ],
 )
 def test_drafters_in_one_batch_change_no_token(family: str, dtype: torch.dtype, tmp_path: Path) -> None:

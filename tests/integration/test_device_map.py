@@ -65,13 +65,8 @@ def test_layers_on_disk(saved: Path, tmp_path: Path, offloaded: tuple[str, ...])
     assert any(parameter.is_meta for parameter in model.parameters())
 
 
-OWN = ("draft_model", "kangaroo", "medusa")  # run weights or layers themselves, so that it matters where these are
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "drafter", [name if name in OWN else pytest.param(name, marks=pytest.mark.slow) for name in drafter_names()]
-)
+@pytest.mark.parametrize("drafter", drafter_names())
 def test_every_drafter_over_split_layers(drafter: str, tmp_path: Path) -> None:
     places = dict.fromkeys((*PARTS, "lm_head"), "cpu") | {"model.layers.0": "disk", "lm_head": "disk"}
     model = accelerate.dispatch_model(

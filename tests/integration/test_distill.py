@@ -99,9 +99,7 @@ def talks() -> list[Question]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "prompts", [pytest.param(talks(), id="talks"), pytest.param(own_prompts(12), id="own", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("prompts", [talks(), own_prompts(12)], ids=["talks", "own"])
 def test_the_file_is_the_same_for_any_batch(ending: Engine, tmp_path: Path, prompts: list[Question]) -> None:
     """With a kill in the middle, and another batch to go on with."""
     files = [tmp_path / f"{batch}.jsonl" for batch in (1, 3)]

@@ -300,15 +300,14 @@ def run(target: TransformersTarget) -> None:
             text.commit([0, 2, 3] if draft is TREE else range(len(draft)))
 
 
-# Every family on one device and on two, with an attention and a dtype in turn.
+# Every family on one device or on two, with an attention and a dtype in turn.
 CASES = [
-    pytest.param(family, dtype, backend, devices, marks=() if quick else pytest.mark.slow)
-    for devices in (1, 2)
+    (family, dtype, backend, devices)
     for number, family in enumerate(FAMILIES)
     if family not in MIXTURES  # whose routers choose by values, which fake tensors do not have
+    for devices in [1 + number % 2]
     for backend in [BACKENDS[(number + devices) % len(BACKENDS)]]
     for dtype in [(torch.bfloat16, torch.float16, torch.float32)[(number // 3 + devices) % 3]]
-    for quick in [devices == 1 + number % 2 and family in ("mistral", "gemma2")]
 ]
 
 
@@ -322,19 +321,16 @@ def test_rows_of_every_kind(
         run(target_on(family, dtype, backend, execution, monkeypatch, devices=devices))
 
 
-CALCULATING = (
-    "auto", "dflash", "draft_model", "eagle", "kangaroo", "layer_skip", "medusa", "mtp", "union",
-)  # fmt: skip  # on the device, and not by looking up alone
+RECORDED = ("dflash", "eagle", "kangaroo", "medusa", "mtp")  # where one device has it all, their passes are graphs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "devices", "family"),
     [  # a drafter's own calculations are the same for every family, so each family has some of them
-        pytest.param(drafter, devices, ("llama", "mistral", "gemma2")[(number + devices) % 3], marks=marks)
+        (drafter, devices, ("llama", "mistral", "gemma2")[(number + devices) % 3])
         for number, drafter in enumerate(drafter_names())
-        for devices in ((1, 2) if drafter in CALCULATING else (2,))
-        for marks in [() if (drafter, devices) == ("token_recycling", 2) else (pytest.mark.slow,)]
+        for devices in ((1, 2) if drafter in RECORDED else (2,))
     ],
 )
 def test_every_drafter(
@@ -399,7 +395,7 @@ def test_an_embedding_beside_the_host(
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("family", "devices"),
-    [("llama", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mistral", 2), ("gemma2", 1)))],
+    [("llama", 1), ("mistral", 2), ("gemma2", 1)],
 )
 def test_batches(family: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and drafts of several texts in one forward; on one device through the kernels of layers."""

@@ -13,7 +13,7 @@ from specdec import Context, Engine, Generation, Observation
 from specdec.drafting.registry import drafter_names
 from tests.fakes import Oracle, Spy
 from tests.models import FAMILIES, WINDOWS, greedy, model_of, prompt_of, reference, settings_of, target_of
-from tests.tiers import each_once, turns
+from tests.tiers import once, turns
 
 PROMPTS = [prompt_of(1), prompt_of(2), prompt_of(7), prompt_of(40)]
 NEW = 50
@@ -84,7 +84,7 @@ def test_every_drafter_has_drafts_accepted(
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize(
-    ("family", "attention", "execution"), each_once(FAMILIES, ("sdpa", "split"), ("transformers", "auto"))
+    ("family", "attention", "execution"), once(FAMILIES, ("sdpa", "split"), ("transformers", "auto"))
 )
 def test_trees_around_the_truth(family: str, attention: str, execution: str) -> None:
     """A drafter that knows the answer makes the engine accept blocks of every length out of scattered rows."""

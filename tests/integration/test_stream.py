@@ -48,7 +48,7 @@ def test_chunks_add_up(tiny_engine: Engine, drafter: str, sampling: SamplingPara
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (8, 16, 24))])
+@pytest.mark.parametrize("first", [0, 16])
 def test_stop_strings_are_never_shown(tiny_engine: Engine, first: int) -> None:
     sampling = SamplingParams(temperature=1.0, seed=2)
     text = tiny_engine.generate(PROMPT, NEW, sampling).text

@@ -267,7 +267,7 @@ def test_losses() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_training_helps_and_serves(model_folder: Path, talks: Path, tmp_path: Path, precision: str) -> None:
     config = parse(Config, values(model_folder, talks, tmp_path, log_every=1, precision=precision), where="test")
     best = run(config)

@@ -102,9 +102,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "mistral", "qwen2"))]
-)
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2"])
 def test_a_model_is_itself(family: str) -> None:
     """The self-check at load holds it against the model; entries and taps; and the text of a few steps."""
     target, plain = (
@@ -127,7 +125,7 @@ def test_a_model_is_itself(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replayed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replayed", [False, True])
 def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of other lengths, so that the rows stand elsewhere in each; replayed, a fourth one has none."""
     recorder = launch(monkeypatch, kernels)

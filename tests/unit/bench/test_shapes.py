@@ -37,7 +37,7 @@ def toy() -> PreTrainedModel:
     return random_model("toy")
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_text_follows_the_rule_in_every_precision(dtype: torch.dtype) -> None:
     model = random_model("toy", dtype)

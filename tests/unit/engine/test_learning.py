@@ -226,7 +226,7 @@ def test_after_a_long_rest_a_head_reads_each_token_beside_its_state(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["medusa", pytest.param("kangaroo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", ["medusa", "kangaroo"])
 def test_guesses_after_a_long_rest_are_as_good_as_before(drafter: str, tiny_engine: Engine) -> None:
     """Of the heads that come with the embedded model: what they did not see of the text costs few tokens."""
     prompt = "import os\nimport sys\n\n\ndef main():\n"

@@ -23,7 +23,7 @@ def load(place: str | Path, dtype: str = "float32") -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["q4_0", pytest.param("q8_0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
 def test_a_model_is_written_and_read_again(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     quantise_model("tiny", kind, file)

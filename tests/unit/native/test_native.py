@@ -28,6 +28,7 @@ from specdec.step.tree import Draft, Entry
 from specdec.target import FINAL
 from tests import models, seam
 from tests.sums import InOrder, rounding_of
+from tests.tiers import once
 from tests.unit.drafters.test_kangaroo import guess_on
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -612,8 +613,7 @@ def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, heads: tuple[int,
 @pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(("family", "heads"), once(["llama", "mistral", "gemma2"], HEADS))
 def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> None:
     """As near to what float64 says as transformers' own layers are whose sums run in order; in bfloat16 nearer."""
     tokens = models.prompt_of(70)

@@ -39,7 +39,7 @@ from tests.fakes import Alternating, Reciter
 from tests.launching import fused, launch
 from tests.models import VOCAB, new_model, prompt_of, random_adapter, settings_of, target_of
 from tests.property.trees import parent_lists
-from tests.tiers import each_once
+from tests.tiers import each_once, once
 
 READS = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy", "cpu", "nonzero", "equal")
 MAKES = ("tensor", "as_tensor", "from_numpy", "asarray")
@@ -128,7 +128,7 @@ def steps_of(
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("drafter", "sampling"), each_once(ONCE, SAMPLINGS))
+@pytest.mark.parametrize(("drafter", "sampling"), once(ONCE, SAMPLINGS))
 def test_one_copy_in_and_one_out(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -242,7 +242,7 @@ def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("drafter", "sampling", "count"), each_once(ONCE, [None, SAMPLED, "mixed"], [2, 20]))
+@pytest.mark.parametrize(("drafter", "sampling", "count"), once(ONCE, [None, SAMPLED, "mixed"], [2, 20]))
 def test_one_copy_in_and_one_out_for_all_sequences(
     drafter: str, sampling: Any, count: int, tmp_path: Path, request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
