@@ -12,7 +12,7 @@ from specdec import Chunk, Engine, SamplingParams, TransformersTarget
 from specdec.engine.text_stream import TextStream, stop_strings
 from tests.fakes import Oracle
 from tests.models import reference
-from tests.tiers import each_once
+from tests.tiers import once
 
 PROMPT = "import os\n\n\ndef walk(folder):\n"
 NEW = 40
@@ -32,7 +32,7 @@ def long_blocks(engine: Engine, sampling: SamplingParams) -> Engine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "sampling"), each_once(["oracle", "none", "lookahead"], [HOT, SamplingParams()]))
+@pytest.mark.parametrize(("drafter", "sampling"), once(["oracle", "none", "lookahead"], [HOT, SamplingParams()]))
 def test_chunks_add_up(tiny_engine: Engine, drafter: str, sampling: SamplingParams) -> None:
     known = drafter == "oracle"
     engine = long_blocks(tiny_engine, sampling) if known else tiny_engine.with_drafter(drafter)

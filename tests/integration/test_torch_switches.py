@@ -16,7 +16,7 @@ from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from tests.models import model_of, new_model, prompt_of, settings_of, target_of
 from tests.switches import SWITCHES
-from tests.tiers import each_once, turns
+from tests.tiers import once, turns
 
 FAMILIES = {"native": "qwen3", "transformers": "llama"}
 SAMPLED = SamplingParams(temperature=0.9, seed=3, acceptance="match")
@@ -60,7 +60,7 @@ def test_every_drafter_s_text_is_the_same(drafter: str, switch: str, execution: 
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("switch", "execution"), each_once(SWITCHES, FAMILIES))
+@pytest.mark.parametrize(("switch", "execution"), once(SWITCHES, FAMILIES))
 def test_a_model_that_is_loaded_inside_is_the_same(switch: str, execution: str) -> None:
     model = new_model(FAMILIES[execution], torch.float32)
     with SWITCHES[switch]():
