@@ -200,7 +200,6 @@ CHANGES: dict[Callable[[Any], None], str] = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_changed_layer_is_run_by_its_own_module(change: Callable[[Any], None]) -> None:
     model, prompt = native_model(), models.prompt_of(7)
