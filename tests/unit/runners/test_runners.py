@@ -443,7 +443,6 @@ def timed(monkeypatch: pytest.MonkeyPatch, **seconds: list[float]) -> list[str]:
     return asked
 
 
-@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("native", "taken"),
