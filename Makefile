@@ -22,7 +22,7 @@ test: $(INSTALLED) ## Run the quick tests, one worker per core (ARGS="-k name" n
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow" $(ARGS)
 
 test-all: $(INSTALLED) ## Run all tests, the full matrices included
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 sanitize: $(INSTALLED) ## Run the tests of what is written in C under gcc's sanitizers, which takes minutes
 	$(BIN)/python scripts/sanitize.py $(ARGS)

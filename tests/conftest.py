@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -73,6 +74,51 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what is there for good: a look at all imported objects takes half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``few(n)``: n of a test's cases, evenly spread over them, are in the first tier; the others are ``slow``."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for own in cases.values():
+        number = own[0].get_closest_marker("few").args[0]
+        part = max(1, len(own) // number)  # not the first of each part, as these may have one value of another axis
+        quick = {turn * len(own) // number + turn % part for turn in range(number)}
+        for place, item in enumerate(own):
+            if place not in quick:
+                item.add_marker("slow")
+
+
+_spent = pytest.StashKey[float]()
+
+
+def _processor_seconds(*whose: int) -> float:
+    used = [resource.getrusage(one) for one in whose]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What a worker and all that it started took of processors, told to the process that hands out tests."""
+    if (told := getattr(session.config, "workeroutput", None)) is not None:
+        told["processor_seconds"] = _processor_seconds(resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    told = getattr(node, "workeroutput", {}).get("processor_seconds", 0.0)
+    node.config.stash[_spent] = node.config.stash.get(_spent, 0.0) + told
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """How much work a run is, on any number of cores: processes that tests started are counted, too."""
+    # Workers are children as well, and say by themselves what they took.
+    own = [resource.RUSAGE_SELF] if _spent in config.stash else [resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN]
+    seconds = config.stash.get(_spent, 0.0) + _processor_seconds(*own)
+    terminalreporter.write_line(f"{seconds:.0f} seconds of processors, all workers together")
 
 
 @pytest.fixture(autouse=True, scope="session")

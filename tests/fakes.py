@@ -77,7 +77,7 @@ class Reciter:
         return TargetOutput(logits, hidden)
 
     def text(self, block: Block, row: int) -> list[int]:
-        slots = [int(token) for token in block.cache.keys[0][0, 0, :, 0].nan_to_num()]
+        slots = block.cache.keys[0][0, 0, :, 0].nan_to_num().long().tolist()
         path = []
         while row >= 0:
             path.insert(0, block.length + row)

@@ -39,7 +39,7 @@ def random_families() -> dict[str, Any]:
     found: dict[str, Any] = {"together": [], "alone": []}
     for family in ("llama", "gemma3"):
         target = ShardedTarget(new_model(family), owned=True, execution="transformers")
-        for drafter in (WIDE, "auto", "token_recycling"):
+        for drafter in (WIDE, "auto"):
             for sampling in (None, SAMPLING):
                 found["together"].append(Engine(target, None, drafter).generate(PROMPT, NEW, sampling).token_ids)
                 found["alone"].append(Engine(target_of(family)).generate(PROMPT, NEW, sampling).token_ids)
@@ -77,12 +77,12 @@ def loaded(model: str, kind: str, drafters: list[Any], **options: Any) -> dict[s
 
 
 def tiny_rows() -> dict[str, Any]:
-    return loaded("tiny", "rows", ["lookahead", WIDE, "auto", "medusa", "union"], dtype=torch.float64)
+    return loaded("tiny", "rows", [WIDE, "medusa", "union"], dtype=torch.float64)
 
 
 def tiny_tensor() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        names = ["token_recycling", "medusa", "kangaroo", "draft_model"]
+        names = ["medusa", "draft_model"]
         return {**loaded("tiny", "tensor", names, dtype=torch.float64), "folder": bool(folder)}
 
 

@@ -64,3 +64,8 @@ def each_once(*axes: Iterable[Any]) -> list[Any]:
         )
         for places in itertools.product(*map(range, map(len, values)))
     ]
+
+
+def once(*axes: Iterable[Any]) -> list[Any]:
+    """The first tier of ``each_once`` alone: where the harness draws values together, or each acts by itself."""
+    return [case for case in each_once(*axes) if not case.marks]

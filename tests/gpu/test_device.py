@@ -124,6 +124,7 @@ TREES = {
 }
 
 
+@pytest.mark.few(239)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("length", [0, 1, 100, 1500])

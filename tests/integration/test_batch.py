@@ -45,6 +45,7 @@ def same(found: Sequence[Generation], expected: Sequence[Generation]) -> bool:
     ]
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(("family", "dtype"), each_once(["qwen3", "mistral"], [torch.float32, torch.bfloat16]))
 def test_native_rows_are_those_of_one_by_one_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -62,11 +63,12 @@ def test_native_rows_are_those_of_one_by_one_bit_for_bit(family: str, dtype: tor
             assert [one.logprobs for one in found] == [one.logprobs for one in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
         ("llama", torch.float64),
-        pytest.param("mistral", torch.bfloat16, marks=[pytest.mark.slow, needs_compiler]),
+        pytest.param("mistral", torch.bfloat16, marks=needs_compiler),
     ],
 )
 def test_drafters_in_one_batch_change_no_token(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -110,6 +112,7 @@ def test_drafters_in_one_batch_change_no_token(family: str, dtype: torch.dtype, 
         assert one.finish_reason == "cancelled" or len(one.token_ids) == request.max_new_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_trees_around_the_truth(family: str) -> None:
     """Scattered rows of many sequences accepted in one step, each gathered in its own cache."""

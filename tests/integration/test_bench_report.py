@@ -89,6 +89,7 @@ def test_markdown_table_has_a_row_per_system_and_how_it_was_made(run: RunFolder)
         assert part in text
 
 
+@pytest.mark.slow
 def test_report_of_batches(tiny_engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text(PROMPTS)
     plan = Plan(
@@ -212,6 +213,7 @@ def test_audit_of_a_wrong_answer_fails(small: list[str], tmp_path: Path, capsys:
     assert "BUG: lookahead, question" in capsys.readouterr().out
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -96,6 +96,7 @@ def test_all_systems_give_the_same_text_and_say_what_it_cost(make: Make, tiny_en
     assert {str(verdict) for verdict in found.systems.values()} == {"identical"}
 
 
+@pytest.mark.slow
 def test_second_turn_follows_the_own_answer(make: Make, tiny_engine: Engine) -> None:
     for record in make(drafters=["none"]).run().records():
         if record.question_id == 2:
@@ -104,6 +105,7 @@ def test_second_turn_follows_the_own_answer(make: Make, tiny_engine: Engine) -> 
             assert second.prompt_ids == tiny_engine.tokenizer(text)["input_ids"]
 
 
+@pytest.mark.slow
 def test_the_cache_is_kept_between_turns_where_one_asks_for_it(make: Make) -> None:
     records = [r for r in make(keep_prefix=True, drafters=["prompt_lookup"]).run().records() if r.question_id == 2]
     plain, drafted = sorted(records, key=lambda record: record.system)
@@ -114,6 +116,7 @@ def test_the_cache_is_kept_between_turns_where_one_asks_for_it(make: Make) -> No
         assert len(first.prompt_ids) - 1 <= second.reused < len(second.prompt_ids)
 
 
+@pytest.mark.slow
 def test_prompts_of_tokens_are_answered_in_turn(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt by prompt and repeat by repeat, after one uncounted answer of each; drafters learn nothing from before."""
     asked: list[tuple[str, list[int]]] = []
@@ -210,6 +213,7 @@ def test_a_finished_run_may_grow_but_not_change(make: Make) -> None:
         make(drafters=["none", {"name": "lookahead", "window": 7}])
 
 
+@pytest.mark.slow
 def test_an_option_younger_than_the_run_stood_at_its_default(make: Make) -> None:
     folder = make(drafters=["none"]).run()
     manifest = folder.manifest()
@@ -220,6 +224,7 @@ def test_an_option_younger_than_the_run_stood_at_its_default(make: Make) -> None
         make(drafters=["none"], execution="transformers")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("execution", ["transformers", "fused"])
 def test_the_plan_says_what_runs_the_layers(execution: str) -> None:
     assert target_of(load(Plan(execution=execution))).runner.name == execution
@@ -234,6 +239,7 @@ def test_threads_are_one_for_tiny_unless_told_otherwise(monkeypatch: pytest.Monk
     assert threads == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_broken_line_in_the_middle_is_named(make: Make) -> None:
     folder = make(drafters=["none"]).run()
     lines = folder.answers.read_text().splitlines()
@@ -334,6 +340,7 @@ def test_a_text_that_ends_early_is_cut_from_its_batch(
     assert all(len(turn.times) == len(turn.token_ids) for turn in ended.values())
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fails_leaves_its_batch_whole(
     make: Make, questions: str, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +365,7 @@ def test_a_prompt_that_fails_leaves_its_batch_whole(
     assert [turn.token_ids for turn in records[2].turns] == whole[2]
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_batches_goes_on_lot_by_lot(make: Make, questions: str) -> None:
     with open(questions, "w") as file:
         for number in range(16):
@@ -396,6 +404,7 @@ def test_a_batch_needs_as_many_questions(make: Make) -> None:
 # ------------------------------------------------------------------------------------------------------------ failures
 
 
+@pytest.mark.slow
 def test_a_question_that_fails_is_recorded_and_the_run_goes_on(
     make: Make, monkeypatch: pytest.MonkeyPatch, tiny_engine: Engine
 ) -> None:
@@ -416,6 +425,7 @@ def test_a_question_that_fails_is_recorded_and_the_run_goes_on(
     assert (found.systems["lookahead"].answers, found.systems["lookahead"].failed) == (1, 1)
 
 
+@pytest.mark.slow
 def test_too_long_a_prompt_fails_its_question_alone(make: Make, questions: str) -> None:
     long = {"question_id": 3, "category": "long", "turns": ["x = 1\n" * 3000], "format": "plain"}
     with open(questions, "a") as file:
@@ -425,6 +435,7 @@ def test_too_long_a_prompt_fails_its_question_alone(make: Make, questions: str) 
     assert "the model's context holds 2048" in str(records[2].error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("persistent", "objects"), [(True, 1), (False, 2)])
 def test_drafters_are_built_anew_for_each_question_unless_persistent(
     make: Make, monkeypatch: pytest.MonkeyPatch, persistent: bool, objects: int
@@ -517,6 +528,7 @@ def test_a_drafter_with_weights_by_a_word(tmp_path: Path, monkeypatch: pytest.Mo
     assert asked == [[wanted[0]], ["none", "jacobi", wanted[0]]]
 
 
+@pytest.mark.slow
 def test_all_takes_what_builds_and_says_what_it_left_out(make: Make) -> None:
     runner = make(drafters=["all"])
     labels = [system.label for system in runner.systems]
@@ -593,6 +605,7 @@ def test_a_rival_that_is_wrong_does_not_fail_the_run(make: Make, tiny_engine: En
     assert found.passed
 
 
+@pytest.mark.slow
 def test_a_text_that_ends_early_or_late_is_a_bug(make: Make, tiny_engine: Engine) -> None:
     folder = make().run()
     for change in (lambda tokens: tokens[:7], lambda tokens: [*tokens, 1, 1]):
@@ -680,6 +693,7 @@ def test_lossy_answers_are_labelled_and_not_failed(make: Make, tiny_engine: Engi
     assert str(found.systems["lookahead"]).startswith("not compared: lossy")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("temperature", "acceptance", "compared"),
     [(0.0, "auto", "both"), (1.0, "match", "both"), (1.0, "auto", "lookahead"), (1.0, "reject", "neither")],
@@ -724,6 +738,7 @@ def failed(record: Record, fails: bool) -> Record:
     return replace(record, turns=[], error="RuntimeError: no") if fails else record
 
 
+@pytest.mark.slow
 def test_what_was_there_before_is_not_swept_while_systems_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look through all objects of models and libraries would be counted to who answers just then."""
     run, frozen = make(drafters=["none"]), list[int]()

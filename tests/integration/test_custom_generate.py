@@ -49,12 +49,14 @@ GREEDY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", GREEDY)
 def test_greedy_in_long_blocks(case: str) -> None:
     expected = reference(model_of(FAMILY), PROMPT, **{"max_new_tokens": NEW, **GREEDY[case]})
     assert generate(oracle(expected), **GREEDY[case])[0, len(PROMPT) :].tolist() == expected
 
 
+@pytest.mark.slow
 def test_cases_differ() -> None:
     """Otherwise the options would show nothing."""
     texts = {tuple(reference(model_of(FAMILY), PROMPT, **{"max_new_tokens": NEW, **o})) for o in GREEDY.values()}
@@ -86,6 +88,7 @@ class AfterPair(StoppingCriteria):
         return torch.tensor([row[-2:].tolist() == self.pair for row in input_ids])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", range(1, 12))
 def test_stopping_criteria_inside_a_block(at: int) -> None:
     text = greedy(FAMILY, PROMPT, NEW)
@@ -96,6 +99,7 @@ def test_stopping_criteria_inside_a_block(at: int) -> None:
         assert generate(drafter, **options)[0, len(PROMPT) :].tolist() == expected
 
 
+@pytest.mark.slow
 def test_stop_strings(tiny_engine: Engine) -> None:
     assert isinstance(tiny_engine.target, TransformersTarget)
     model, prompt = tiny_engine.target.model, "def read(path):\n"
@@ -149,6 +153,7 @@ def padded(prompts: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
     return {"inputs": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", GREEDY)
 def test_several_sequences_padded_on_the_left(case: str) -> None:
     """As in ``generate``, whose processors see the padding too, and which pads what ends before the others."""
@@ -192,6 +197,7 @@ def own_model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.few(1)
 def test_model_is_as_it_was(own_model: PreTrainedModel) -> None:
     """Attention, mode, weights and generation config: nothing stays behind."""
     before = copy.deepcopy(own_model.generation_config.to_dict())
@@ -228,6 +234,7 @@ def modes(model: PreTrainedModel) -> dict[str, bool]:
     return {name: module.training for name, module in model.named_modules()}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("error", [None, {"drafter": "nosuch"}, {"stop": "x"}, {"target": TARGET}])
 def test_every_module_s_mode_is_as_it_was(error: dict[str, Any] | None) -> None:
     """A training model of which a part is in eval mode (frozen, say): after success and after errors in the set-up."""

@@ -64,6 +64,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, str
     return load
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("drafter", "checkpoint"),
     turns(drafter_names(), CHECKPOINTS, always=lambda drafter, checkpoint: drafter == "none"),
@@ -86,6 +87,7 @@ def test_drafter_changes_no_token(
                 assert sampled.token_ids == plain.generate(prompt, NEW, SAMPLING).token_ids, settings
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids="-".join)
 def test_text_is_that_of_generate(checkpoint: tuple[str, str], loaded: Callable[[tuple[str, str]], Engine]) -> None:
     model = model_of(*checkpoint)

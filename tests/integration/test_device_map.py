@@ -43,6 +43,7 @@ def check(target: TransformersTarget, drafters: Iterable[Any] = ("none", "prompt
             assert engine.generate(PROMPT, NEW, SAMPLING).token_ids == sampled()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, {**dict.fromkeys(PARTS, "cpu"), "lm_head": "cpu"}])
 def test_device_map(saved: Path, device_map: str | dict[str, str]) -> None:
     target = TransformersTarget.from_pretrained(saved, dtype=torch.float64, device_map=device_map)
@@ -50,6 +51,7 @@ def test_device_map(saved: Path, device_map: str | dict[str, str]) -> None:
     check(target)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("offloaded", [("model.layers.1",), ("model.layers.0", "model.layers.2", "model.norm")])
 def test_layers_on_disk(saved: Path, tmp_path: Path, offloaded: tuple[str, ...]) -> None:
     """Offloaded weights are on the ``meta`` device between uses; the layers' hooks bring them for a call."""
@@ -63,12 +65,8 @@ def test_layers_on_disk(saved: Path, tmp_path: Path, offloaded: tuple[str, ...])
     assert any(parameter.is_meta for parameter in model.parameters())
 
 
-OWN = ("draft_model", "kangaroo", "medusa")  # run weights or layers themselves, so that it matters where these are
-
-
-@pytest.mark.parametrize(
-    "drafter", [name if name in OWN else pytest.param(name, marks=pytest.mark.slow) for name in drafter_names()]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", drafter_names())
 def test_every_drafter_over_split_layers(drafter: str, tmp_path: Path) -> None:
     places = dict.fromkeys((*PARTS, "lm_head"), "cpu") | {"model.layers.0": "disk", "lm_head": "disk"}
     model = accelerate.dispatch_model(
@@ -78,6 +76,7 @@ def test_every_drafter_over_split_layers(drafter: str, tmp_path: Path) -> None:
     check(target, settings_of(drafter, target_of("llama"), tmp_path))
 
 
+@pytest.mark.slow
 def test_everything_on_disk(tmp_path: Path) -> None:
     model = new_model("llama")
     accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))

@@ -56,6 +56,7 @@ def killed_after(count: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
     return calls
 
 
+@pytest.mark.slow
 def test_answers_are_the_targets_own(tiny_engine: Engine, tmp_path: Path) -> None:
     found = made(tiny_engine.with_drafter("prompt_lookup"), tmp_path / "own.json")
     records = json.loads((tmp_path / "own.json").read_text())
@@ -72,6 +73,7 @@ def test_answers_are_the_targets_own(tiny_engine: Engine, tmp_path: Path) -> Non
     assert all(any(sample.trained) for sample in samples)
 
 
+@pytest.mark.slow
 def test_drafters_change_no_answer(tiny_engine: Engine, tmp_path: Path) -> None:
     """Nor does one that draws its drafts, which under ``auto`` would be verified by rejection."""
     files = []
@@ -96,9 +98,8 @@ def talks() -> list[Question]:
     return [Question(id=n, category="talk", turns=turns) for n, turns in enumerate(said)]
 
 
-@pytest.mark.parametrize(
-    "prompts", [pytest.param(talks(), id="talks"), pytest.param(own_prompts(12), id="own", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [talks(), own_prompts(12)], ids=["talks", "own"])
 def test_the_file_is_the_same_for_any_batch(ending: Engine, tmp_path: Path, prompts: list[Question]) -> None:
     """With a kill in the middle, and another batch to go on with."""
     files = [tmp_path / f"{batch}.jsonl" for batch in (1, 3)]
@@ -119,6 +120,7 @@ def test_the_file_is_the_same_for_any_batch(ending: Engine, tmp_path: Path, prom
     assert (tmp_path / "resumed.jsonl").read_text() == text
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, out = tmp_path / "whole.json", tmp_path / "out.json"
     made(tiny_engine, whole)
@@ -257,6 +259,7 @@ def test_sources_without_prompts(tiny_engine: Engine, tmp_path: Path, name: str,
         prompts_of([str(tmp_path / name)], tiny_engine.tokenizer)
 
 
+@pytest.mark.slow
 def test_the_command_s_policy_and_stop_strings_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_engine: Engine
 ) -> None:
@@ -301,6 +304,7 @@ def _fresh_accelerator() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_accelerator")
 def test_training_takes_what_the_command_wrote(tmp_path: Path) -> None:
     (tmp_path / "code.txt").write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(60)))

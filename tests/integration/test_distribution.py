@@ -42,13 +42,9 @@ def sample(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("widths", "chosen"),
-    [
-        pytest.param((1, 1), False, id="chain", marks=pytest.mark.slow),
-        pytest.param((2, 2), False, id="tree"),
-        pytest.param((3, 1), True, id="mixed", marks=pytest.mark.slow),
-    ],
+    ("widths", "chosen"), [((1, 1), False), ((2, 2), False), ((3, 1), True)], ids=["chain", "tree", "mixed"]
 )
 def test_drawn_drafts_keep_the_joint_distribution(widths: Sequence[int], chosen: bool) -> None:
     drafter = Drawing(bigrams(), widths, chosen=chosen)
@@ -71,8 +67,7 @@ def small_model(vocab_size: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("widths", [[], [2, 2]])
-@pytest.mark.parametrize("vocab_size", [3, 8])
+@pytest.mark.parametrize(("vocab_size", "widths"), [(3, [2, 2]), (8, [])])
 def test_a_draft_model_of_fewer_or_more_tokens_keeps_the_joint_distribution(
     vocab_size: int, widths: list[int], tmp_path: Path
 ) -> None:

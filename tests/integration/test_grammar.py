@@ -111,6 +111,7 @@ def follows(tokens: Sequence[int]) -> bool:
     return state is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
 def test_text_is_that_of_generate_under_the_grammar(target: TransformersTarget, prompt: tuple[int, ...]) -> None:
     expected = reference(target.model, prompt, 30, logits_processor=[stateless(prompt)], eos_token_id=END)
@@ -123,6 +124,7 @@ def test_text_is_that_of_generate_under_the_grammar(target: TransformersTarget, 
     assert found.stats.steps < len(expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: f"T={sampling.temperature}")
 def test_states_of_several_sequences_do_not_mix(target: TransformersTarget, sampling: SamplingParams) -> None:
     """Each starts with its own prompt and goes on with its own text."""
@@ -167,6 +169,7 @@ def test_a_schema_by_another_library(tiny_engine: Engine, sampling: SamplingPara
     assert any(one.stats.steps < len(one.token_ids) for found in others for one in found)
 
 
+@pytest.mark.slow
 def test_on_a_device_masks_are_asked_for_on_the_host(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of scores that are none of the model's: such libraries refuse others, or make the device wait for a mask."""
     grammar = JsonSchema(SCHEMA, tiny_engine.tokenizer, tiny_engine.target.vocab_size)

@@ -13,7 +13,7 @@ from specdec import Context, Engine, Generation, Observation
 from specdec.drafting.registry import drafter_names
 from tests.fakes import Oracle, Spy
 from tests.models import FAMILIES, WINDOWS, greedy, model_of, prompt_of, reference, settings_of, target_of
-from tests.tiers import each_once, turns
+from tests.tiers import once, turns
 
 PROMPTS = [prompt_of(1), prompt_of(2), prompt_of(7), prompt_of(40)]
 NEW = 50
@@ -26,6 +26,7 @@ def test_windows_are_read_off_the_model(family: str) -> None:
     assert [spec.window for spec in target_of(family).specs] == WINDOWS[family]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_needs_every_layer_s_attention(family: str) -> None:
     """Otherwise equality would be cheap: noise for one layer's attention makes another text."""
@@ -81,8 +82,9 @@ def test_every_drafter_has_drafts_accepted(
     assert out.stats.tokens_per_step > 1.2
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
-    ("family", "attention", "execution"), each_once(FAMILIES, ("sdpa", "split"), ("transformers", "auto"))
+    ("family", "attention", "execution"), once(FAMILIES, ("sdpa", "split"), ("transformers", "auto"))
 )
 def test_trees_around_the_truth(family: str, attention: str, execution: str) -> None:
     """A drafter that knows the answer makes the engine accept blocks of every length out of scattered rows."""
@@ -105,6 +107,7 @@ def test_trees_around_the_truth(family: str, attention: str, execution: str) -> 
     assert lengths == {1, 2, 3, 4, 5, 6, 7}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drafter", turns(drafter_names()))
 def test_no_room_is_plain_decoding(drafter: str, tmp_path: Path) -> None:
     target = target_of("mistral")

@@ -95,6 +95,7 @@ def key(tokens: list[int], path: list[int]) -> str:
     return " ".join(map(str, (len(tokens), *path)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", REFERENCES)
 def test_guesses_are_those_that_were_recorded(case: str, tmp_path: Path) -> None:
     """What others' code guesses, as ``scripts/record_heads.py`` wrote it down."""

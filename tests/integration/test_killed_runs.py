@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
-@pytest.mark.parametrize("kind", ["bench", "kangaroo", "eagle3"])
+@pytest.mark.parametrize("kind", ["bench", "eagle3"])
 def test_a_disturbed_run_ends_like_one_that_was_not(kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.killing", kind, str(tmp_path / kind)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

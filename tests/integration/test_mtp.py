@@ -190,6 +190,7 @@ def test_other_extra_tensors_are_refused(tmp_path: Path) -> None:
         TransformersTarget.from_pretrained(folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("name", MODELS)
 def test_guesses_are_those_of_transformers(name: str, shape: dict[str, Any], tmp_path: Path) -> None:

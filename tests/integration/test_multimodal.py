@@ -110,6 +110,7 @@ def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **
     return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_alone(family: str) -> None:
     """Two texts behind unlike padding, and with what processors give beside a text."""
@@ -124,6 +125,7 @@ def test_text_alone(family: str) -> None:
     assert Engine(TransformersTarget(model)).generate(PROMPT, NEW).token_ids == expected[1, 9:].tolist()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "gemma3"])
 def test_a_folder_is_given_texts_alone(family: str, tmp_path: Path) -> None:
     model = model_of(family)
@@ -188,6 +190,7 @@ def test_an_input_that_would_be_ignored_is_refused(given: str) -> None:
         call(*GIVEN[given])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("given", NOTHING)
 def test_an_input_that_says_nothing_is_none(given: str) -> None:
     assert call(*NOTHING[given]) == reference(model_of("llava"), PROMPT[:3], 4)

@@ -88,6 +88,7 @@ SAMPLINGS = (None, SAMPLING)
 SIZES = (2, 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "family", "sampling", "size"),
     turns([name for name in drafter_names() if name not in UNBATCHED], FAMILIES, SAMPLINGS, SIZES),
@@ -103,6 +104,7 @@ def test_the_text_is_plain_decoding_s(
         assert results(found) == [text_of(family, chosen)] * size, settings
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "size"), each_once(FAMILIES, SIZES))
 def test_trees_around_the_truth(family: str, size: int) -> None:
     """Blocks of every length at scattered rows, with equal siblings and probes; some of them another rank's."""
@@ -115,6 +117,7 @@ def test_trees_around_the_truth(family: str, size: int) -> None:
         assert set(out.stats.acceptance_lengths) >= {1, 2, 3, 4}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_rows_are_halved_and_one_collective_makes_a_step(sampling: SamplingParams | None) -> None:
     rows: dict[int, list[int]] = {}
@@ -138,6 +141,7 @@ def test_rows_are_halved_and_one_collective_makes_a_step(sampling: SamplingParam
             assert part <= (step + 16) / 2 + 5  # half, the part of level 0 that both need, and what another accepted
 
 
+@pytest.mark.slow
 def test_eos_and_budget_inside_a_block() -> None:
     truth = greedy("mistral", PROMPT, NEW)
     together = Together("mistral", 2)
@@ -160,6 +164,7 @@ def test_eos_and_budget_inside_a_block() -> None:
     assert [out.token_ids for out in results(found)] == [truth[:11]] * 2
 
 
+@pytest.mark.slow
 def test_several_texts_one_after_the_other_and_processors() -> None:
     processors = [RepetitionPenaltyLogitsProcessor(1.3)]
 
@@ -190,6 +195,7 @@ def test_rounding_decides_alike_everywhere() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "options", "message"),
     [
@@ -280,6 +286,7 @@ _OTHERS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", _OTHERS)
 def test_a_rank_with_another_task_ends_all(what: str) -> None:
     """Before anything of the text is there, so that no rank returns one."""
@@ -320,6 +327,7 @@ def test_a_rank_that_fails_in_a_step_ends_all() -> None:
     assert isinstance(found[1], NumericalError)
 
 
+@pytest.mark.slow
 def test_all_go_by_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's, with as many more rows for the same time; by a clock on which all rows have the time to be measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no other test's curve, which a clock may have cut short

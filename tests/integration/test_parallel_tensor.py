@@ -48,6 +48,7 @@ def texts(drafter: Any, sampling: SamplingParams | None, *, spoiled: bool = True
     return run_ranks(2, work)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("drafter", "sampling"), turns(drafter_names(), (None, SAMPLING)))
 def test_rank_0_decides(drafter: str, sampling: SamplingParams | None, tmp_path: Path) -> None:
     """Also where a draft is drawn from a q, and where its first layers were run apart."""

@@ -17,11 +17,11 @@ from transformers import LogitsProcessor, NoBadWordsLogitsProcessor, NoRepeatNGr
 
 from specdec import Draft, Engine, SamplingParams
 from specdec.costs.curve import roofline
-from specdec.drafting.registry import drafter_names, make_drafter
+from specdec.drafting.registry import make_drafter
 from tests.fakes import Oracle, Spy
 from tests.joint import assert_joint, five_token_target, joint_of
 from tests.models import VOCAB, prompt_of, settings_of, target_of
-from tests.tiers import each_once
+from tests.tiers import FEW, once
 
 SAMPLED = ("llama", "mistral", "gemma3")  # gemma3 is run by its own modules, the others fused
 PROMPT = prompt_of(7)
@@ -64,7 +64,8 @@ def plain(family: str, case: str, seed: int) -> list[int]:
     return out.token_ids
 
 
-@pytest.mark.parametrize(("family", "case"), each_once(SAMPLED, CASES))
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("family", "case"), once(SAMPLED, CASES))
 def test_trees_around_the_truth(family: str, case: str) -> None:
     """As for greedy decoding, a drafter that knows the answer: long blocks, so long prefixes for the processors."""
     for seed in (0, 7, -1):
@@ -102,16 +103,13 @@ def test_low_temperature_accepts_drafts() -> None:
 # Rejection itself is shown by test_verify.py and test_distribution.py; here, that drafters give it what it needs.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "acceptance"),
     [
         ("draft_model", "auto"),
         ("token_recycling", "reject"),
-        *(
-            pytest.param(name, "reject", marks=pytest.mark.slow)
-            for name in drafter_names()
-            if name != "token_recycling"
-        ),
+        *((name, "reject") for name in FEW),
     ],
 )
 def test_other_lossless_rules(drafter: str, acceptance: str, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_oracle_fills_its_blocks() -> None:
     assert out.stats.acceptance_lengths == [BLOCK] * (NEW // BLOCK)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("at", range(2 * BLOCK + 1))
 def test_eos_at_every_offset(at: int) -> None:
     text = greedy(FAMILY, PROMPT, NEW)
@@ -57,6 +58,7 @@ def test_eos_at_every_offset(at: int) -> None:
         assert sum(out.stats.acceptance_lengths) == len(expected)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("at", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK])
 def test_stop_tokens_end_a_text_as_end_tokens_do(at: int) -> None:
     """Beside the model's own, inside a block, in every way to decode."""
@@ -100,6 +102,7 @@ def test_budget_at_every_offset() -> None:
             assert out.stats.new_tokens == budget
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", FAMILY])
 def test_context_ends_inside_a_block(family: str) -> None:
     text = greedy(family, PROMPT, NEW)
@@ -144,15 +147,14 @@ def stops_in(text: str) -> list[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("steady", "step"), [(True, 2), *(pytest.param(steady, 1, marks=pytest.mark.slow) for steady in (True, False))]
-)
-def test_stop_strings_at_every_offset(tiny_engine: Engine, steady: bool, step: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("steady", [True, False])
+def test_stop_strings_at_every_offset(tiny_engine: Engine, steady: bool) -> None:
     plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
     prompt = tiny_engine.encode(TEXT_PROMPT)
     engine = tiny_engine.with_drafter(Oracle([*prompt, *plain.token_ids], 4096, deepest=BLOCK - steady, steady=steady))
     offsets = set[int]()
-    for stop in stops_in(plain.text)[::step]:
+    for stop in stops_in(plain.text):
         tokens, text = cut_by_hand(tiny_engine, plain.token_ids, stop)
         steps: list[Step] = []
         out = engine.generate(TEXT_PROMPT, NEW, VARIED, stop=stop, on_step=steps.append)
@@ -182,6 +184,7 @@ def test_stop_strings_as_transformers(tiny_engine: Engine) -> None:
         assert out.token_ids == expected
 
 
+@pytest.mark.slow
 def test_earliest_of_several_stop_strings(tiny_engine: Engine) -> None:
     plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
     middle, late = plain.text[20:24], plain.text[50:58]
@@ -190,12 +193,14 @@ def test_earliest_of_several_stop_strings(tiny_engine: Engine) -> None:
     assert tiny_engine.generate(TEXT_PROMPT, NEW, VARIED, stop=[late, middle]).text == text
 
 
+@pytest.mark.slow
 def test_stop_string_that_never_comes(tiny_engine: Engine) -> None:
     plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
     out = tiny_engine.with_drafter("lookahead").generate(TEXT_PROMPT, NEW, VARIED, stop="\0never")
     assert (out.token_ids, out.text, out.finish_reason) == (plain.token_ids, plain.text, "length")
 
 
+@pytest.mark.slow
 def test_stop_strings_do_not_look_at_the_prompt(tiny_engine: Engine) -> None:
     plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
     stop = TEXT_PROMPT[-8:]

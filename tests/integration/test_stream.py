@@ -12,7 +12,7 @@ from specdec import Chunk, Engine, SamplingParams, TransformersTarget
 from specdec.engine.text_stream import TextStream, stop_strings
 from tests.fakes import Oracle
 from tests.models import reference
-from tests.tiers import each_once
+from tests.tiers import once
 
 PROMPT = "import os\n\n\ndef walk(folder):\n"
 NEW = 40
@@ -31,7 +31,8 @@ def long_blocks(engine: Engine, sampling: SamplingParams) -> Engine:
     return engine.with_drafter(Oracle([*engine.encode(PROMPT), *text], engine.target.vocab_size, deepest=5))
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), each_once(["oracle", "none", "lookahead"], [HOT, SamplingParams()]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "sampling"), once(["oracle", "none", "lookahead"], [HOT, SamplingParams()]))
 def test_chunks_add_up(tiny_engine: Engine, drafter: str, sampling: SamplingParams) -> None:
     known = drafter == "oracle"
     engine = long_blocks(tiny_engine, sampling) if known else tiny_engine.with_drafter(drafter)
@@ -46,7 +47,8 @@ def test_chunks_add_up(tiny_engine: Engine, drafter: str, sampling: SamplingPara
     assert (len(chunks) < NEW) == (drafter != "none") or drafter == "lookahead"
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (8, 16, 24))])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 16])
 def test_stop_strings_are_never_shown(tiny_engine: Engine, first: int) -> None:
     sampling = SamplingParams(temperature=1.0, seed=2)
     text = tiny_engine.generate(PROMPT, NEW, sampling).text
@@ -59,6 +61,7 @@ def test_stop_strings_are_never_shown(tiny_engine: Engine, first: int) -> None:
             assert chunks[-1].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_text_that_may_begin_a_stop_string_is_held_back(tiny_engine: Engine) -> None:
     """Nothing is shown that a later token would take back, and all of it is shown in the end."""
     assert tiny_engine.tokenizer is not None

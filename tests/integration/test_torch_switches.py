@@ -16,7 +16,7 @@ from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from tests.models import model_of, new_model, prompt_of, settings_of, target_of
 from tests.switches import SWITCHES
-from tests.tiers import each_once, turns
+from tests.tiers import once, turns
 
 FAMILIES = {"native": "qwen3", "transformers": "llama"}
 SAMPLED = SamplingParams(temperature=0.9, seed=3, acceptance="match")
@@ -45,6 +45,7 @@ def is_followed(execution: str, switch: str) -> bool:
     return execution == "transformers" and switch in ("autocast", "two threads")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "switch", "execution"),
     turns(drafter_names(), list(SWITCHES), list(FAMILIES)),
@@ -58,7 +59,8 @@ def test_every_drafter_s_text_is_the_same(drafter: str, switch: str, execution: 
     assert found == [expected(execution)] * 2 or is_followed(execution, switch)
 
 
-@pytest.mark.parametrize(("switch", "execution"), each_once(SWITCHES, FAMILIES))
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("switch", "execution"), once(SWITCHES, FAMILIES))
 def test_a_model_that_is_loaded_inside_is_the_same(switch: str, execution: str) -> None:
     model = new_model(FAMILIES[execution], torch.float32)
     with SWITCHES[switch]():
@@ -68,9 +70,8 @@ def test_a_model_that_is_loaded_inside_is_the_same(switch: str, execution: str) 
     assert inside == expected(execution) or is_followed(execution, switch)
 
 
-@pytest.mark.parametrize(
-    "switch", [pytest.param(name, marks=() if "dtype" in name else pytest.mark.slow) for name in SWITCHES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", ["a default device", "a wide dtype", "a narrow dtype", "autocast", "inference mode"])
 def test_a_checkpoint_is_the_same(switch: str) -> None:
     text = Engine.from_pretrained("tiny", policy="off").generate("import os\n", NEW).token_ids
     with SWITCHES[switch]():
@@ -81,6 +82,7 @@ def test_a_checkpoint_is_the_same(switch: str) -> None:
     assert streamed == text
 
 
+@pytest.mark.slow
 def test_a_stream_leaves_the_caller_s_world_between_its_steps() -> None:
     engine = Engine.from_pretrained("tiny", "lookahead", policy="off")
     with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -125,6 +127,7 @@ def test_modules_follow_autocast_as_they_do_in_generate() -> None:
         hook.remove()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("switch", ["a wide dtype", "inference mode", "gradients"])
 def test_inside_generate(switch: str) -> None:
     model = model_of("llama", torch.float32)
@@ -135,6 +138,7 @@ def test_inside_generate(switch: str) -> None:
     assert whole[0, len(PROMPT) :].tolist() == expected("transformers")[0]
 
 
+@pytest.mark.slow
 def test_a_compiled_caller() -> None:
     """The engine's part runs as it is, between what the compiler makes of the caller's own."""
     engine = Engine(target_for("native"), None, "lookahead")

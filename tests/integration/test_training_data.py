@@ -177,6 +177,7 @@ def test_json_lines_with_a_broken_line(tmp_path: Path, tokenizer: Any) -> None:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("odd", ["{broken", '{"text": "x"}', "[]", json.dumps(talk(("human", "q")))])
 def test_more_than_a_few_records_of_no_use_stop_it(tmp_path: Path, tokenizer: Any, odd: str) -> None:
     """Three or one in a hundred are few, whatever is wrong with them."""
@@ -306,6 +307,7 @@ def divided(
     return *load_samples(paths[0], paths[1], TextConfig(**options), tokenizer, said.append), said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("template", ["tokenizer", "vicuna", "plain"])
 def test_no_prompt_is_on_both_sides(tmp_path: Path, tokenizer: Any, template: str) -> None:
     """With whatever answer, template, case and spaces; another system turn makes another prompt."""
@@ -329,6 +331,7 @@ def test_pieces_of_a_text_stay_together(tmp_path: Path, tokenizer: Any) -> None:
         assert not {s.prompt for s in learnt} & {s.prompt for s in held}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("records", "held"),
     [

@@ -79,6 +79,7 @@ def drafting(kind: str, training: Any, folder: Path) -> dict[str, Any]:
     return {"name": drafter, "head": str(folder), "min_chance": 0.0, "branch": 1, "tokens": training.depth}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_guesses_are_the_drafters(
     target_of: Callable[..., TransformersTarget], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
@@ -110,6 +111,7 @@ def test_guesses_are_the_drafters(
         assert int(found.argmax()) == int(logits.argmax())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget], tmp_path: Path, kind: str) -> None:
     """The tally over given texts counts the very steps that decoding takes."""
@@ -158,6 +160,7 @@ def test_blocks_are_drawn_by_seed_step_and_window() -> None:
     assert len(drawn(other)) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_training_helps_and_serves(model_folder: Path, talks: Path, tmp_path: Path, kind: str) -> None:  # noqa: F811
     options = {**values(model_folder, talks, tmp_path, log_every=1, lr=3e-3), "head": {"draft_vocab": 256}}
@@ -187,6 +190,7 @@ def exports(kind: str, name: str, target: TransformersTarget, folder: Path) -> P
     return out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_exported_heads_draft_as_was_recorded(
     target_of: Callable[..., TransformersTarget], tmp_path: Path, kind: str, name: str
@@ -304,6 +308,7 @@ def test_both_spellings_of_positions_are_written(target_of: Callable[..., Transf
             assert read == {"rope_type": "default", **rope}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "neox", "starcoder2"])
 def test_new_weights_begin_with_the_targets_norm(family: str) -> None:
     """With its weight alone, whether it is stored as such, less one, or beside a bias."""
@@ -324,6 +329,7 @@ def test_new_weights_begin_with_the_targets_norm(family: str) -> None:
         torch.testing.assert_close(norm.detach(), weight.float(), rtol=1e-4, atol=0)  # the norm's epsilon is 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "kangaroo", "dspark"])
 def test_short_answers_train_or_are_refused_in_words(model_folder: Path, tmp_path: Path, kind: str) -> None:  # noqa: F811
     """Labels of one token, and then one longer answer among them: most batches have nothing to learn from."""

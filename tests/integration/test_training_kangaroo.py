@@ -109,6 +109,7 @@ def values(model: Path, data: Path, out: Path, **loop: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], family: str) -> None:
     """Two packed texts, each against a tapped walk of its own: layers, head states and separation agree."""
@@ -179,6 +180,7 @@ def test_features_on_disk_are_those_computed(target_of: Callable[..., Transforme
         FrozenTarget(target, [1], folder=tmp_path / "file" / "features").read(every)
 
 
+@pytest.mark.slow
 def test_half_precision_is_left_where_it_is_slow(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +196,7 @@ def test_half_precision_is_left_where_it_is_slow(
         assert target.dtype is torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["kangaroo", "medusa"])
 def test_training_over_a_draft_vocabulary(model_folder: Path, talks: Path, tmp_path: Path, drafter: str) -> None:
     """It is counted on the data, lies with the weights, and what was trained drafts from it alone."""
@@ -263,7 +266,8 @@ def test_losses() -> None:
     torch.testing.assert_close(hard, -torch.log_softmax(guess, -1)[range(5), wanted.argmax(-1)].sum())
 
 
-@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_training_helps_and_serves(model_folder: Path, talks: Path, tmp_path: Path, precision: str) -> None:
     config = parse(Config, values(model_folder, talks, tmp_path, log_every=1, precision=precision), where="test")
     best = run(config)
@@ -275,6 +279,7 @@ def test_training_helps_and_serves(model_folder: Path, talks: Path, tmp_path: Pa
     assert Adapter.from_pretrained(tmp_path / "best").config.target == fingerprint(engine.target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_run_goes_on_in_the_precision_that_it_began_in(
     model_folder: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
@@ -328,6 +333,7 @@ def test_two_processes_end_after_the_same_step(model_folder: Path, talks: Path, 
     assert state_of(out / "checkpoint.safetensors")["step"] > 5
 
 
+@pytest.mark.slow
 def test_the_card_tells_how_to_do_it_again(model_folder: Path, talks: Path, tmp_path: Path) -> None:
     settings = values(model_folder, talks, tmp_path / "out", log_every=1, steps=10, eval_every=5)
     path = tmp_path / "train.yaml"
@@ -381,6 +387,7 @@ def test_a_card_that_cannot_be_written_leaves_the_former_one(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("README.md", "former")]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_given_adapter(target_of: Callable[..., TransformersTarget], tmp_path: Path) -> None:
     target = target_of("llama")
     given = random_adapter(target, tmp_path / "own", exit_layer=2, variant="layer", draft_vocab=8)
@@ -629,6 +636,7 @@ def test_the_standard_error_of_a_ratio() -> None:
     assert standard_error([3, 1], [1, 1]) == pytest.approx(1)  # 2 ± 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("records", "one_in", "counted"), [(60, 50, "2 on 0"), (60, 2, "12 on 12"), (1, 2, "0 on 0")])
 def test_the_card_counts_what_was_judged(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], records: int, one_in: int, counted: str

@@ -94,6 +94,7 @@ def test_rates_rise_and_fall() -> None:
     assert rates == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
 
 
+@pytest.mark.slow
 def test_muon_learns_and_resumes(windows: Windows, tmp_path: Path) -> None:
     config = replace(CONFIG, optimizer="muon")
     expected = trained(windows, tmp_path / "whole", config)
@@ -106,6 +107,7 @@ def test_muon_learns_and_resumes(windows: Windows, tmp_path: Path) -> None:
     torch.testing.assert_close(trained(windows, tmp_path / "cut", config), expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_accumulation_equals_the_large_batch(windows: Windows, tmp_path: Path) -> None:
     # Windows differ in their number of trained tokens, so a mean of means would differ.
     large = trained(windows, tmp_path / "a", replace(CONFIG, batch=6))
@@ -199,6 +201,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_batch(windows: Windows, tm
     assert torch.isfinite(part.module.weight).all()
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_checkpoint(
     windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +265,7 @@ def test_no_plot_is_said(
     assert not (tmp_path / "loss.png").exists()
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped(windows: Windows, tmp_path: Path) -> None:
     free, tight = (trained(windows, tmp_path / str(clip), replace(CONFIG, clip=clip)) for clip in (0.0, 1e-12))
     start = Bigrams().module.weight.detach()
@@ -270,6 +274,7 @@ def test_gradients_are_clipped(windows: Windows, tmp_path: Path) -> None:
     assert float((tight - start).abs().max()) < 1e-3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_wandb_gets_what_the_log_gets(
     windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -292,6 +297,7 @@ def test_wandb_gets_what_the_log_gets(
     assert ended == [True]
 
 
+@pytest.mark.slow
 def test_wandb_online_needs_wandb(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"pip install '\.\[wandb\]'"):
@@ -337,6 +343,7 @@ def test_a_checkpoint_of_torchs_muon_goes_on(tmp_path: Path) -> None:
     assert torch.equal(ours.state[module.weight]["momentum_buffer"], theirs.state[module.weight]["momentum_buffer"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fast", [True, False])
 def test_products_keep_the_dtype_that_a_run_began_with(
     windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
@@ -357,6 +364,7 @@ def test_products_keep_the_dtype_that_a_run_began_with(
     assert used[-1] == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_ends_the_run_after_its_step(
     windows: Windows, tmp_path: Path, number: signal.Signals, end: type[BaseException]
@@ -390,6 +398,7 @@ def test_a_second_signal_ends_it_at_once(windows: Windows, tmp_path: Path) -> No
     assert checkpoint.state_of(tmp_path / "checkpoint.safetensors")["step"] == 3
 
 
+@pytest.mark.slow
 def test_the_best_is_judged_anew_where_it_is_judged_otherwise(windows: Windows, tmp_path: Path) -> None:
     def run(scores: list[float], judging: str, poison: int = 99) -> dict[str, float]:
         part, calls = Bigrams(), iter(range(99))
@@ -406,6 +415,7 @@ def test_the_best_is_judged_anew_where_it_is_judged_otherwise(windows: Windows, 
     assert run([3.0], "one way") == {"step": 4, "score": 5.0}
 
 
+@pytest.mark.slow
 def test_without_held_out_data_the_last_is_the_best(windows: Windows, tmp_path: Path) -> None:
     part = Bigrams()
     part.judges = False

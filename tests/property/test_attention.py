@@ -112,6 +112,7 @@ class World:
         return self.keys[:, :, first:last], self.values[:, :, first:last]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["sdpa", "split", "auto"])
 @given(case=cases())
 @settings(max_examples=150)

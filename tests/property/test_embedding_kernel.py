@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 module = pytest.importorskip("specdec.runners.kernels.embedding")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [12, 1500])
 def test_each_row_has_its_embedding_and_its_turn(width: int, dtype: torch.dtype) -> None:

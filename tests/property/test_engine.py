@@ -297,6 +297,7 @@ class Generations(RuleBasedStateMachine):
             assert self.target.model.config._attn_implementation != "specdec"
 
 
+@pytest.mark.slow
 def test_the_engine_against_one_token_at_a_time() -> None:
     """A failure is not shrunk here, which would take minutes, but in the test below."""
     short = settings(max_examples=12, stateful_step_count=25, phases=[Phase.generate])

@@ -25,7 +25,8 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["eagle1", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_passes_are_torch_s_but_for_rounding(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of text rows and of a tree's level; keys and values are in the slots in which torch's pass stores them."""
     target, recorder = target_of("llama", monkeypatch)

@@ -40,6 +40,7 @@ def test_gate() -> None:
     assert torch.allclose(kernels.gate(both), F.silu(first) * second, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", [4, 10])  # the latter goes round the ring
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("width", "stored"), [(8, 4), (12, 3)])  # the last row fills a bucket
@@ -66,6 +67,7 @@ def test_turn_and_store(width: int, stored: int, normed: bool, first: int) -> No
         assert int((store != 0).any(-1).sum()) == stored * key_heads
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "name", "given"),
     [
@@ -98,10 +100,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices.RunnerMaker, "_kernels", lambda maker: kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "mistral", "qwen2"))]
-)
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2"])
 def test_a_model_is_itself(family: str) -> None:
     """The self-check at load holds it against the model; entries and taps; and the text of a few steps."""
     target, plain = (
@@ -123,7 +124,8 @@ def test_a_model_is_itself(family: str) -> None:
         assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("replayed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("replayed", [False, True])
 def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of other lengths, so that the rows stand elsewhere in each; replayed, a fourth one has none."""
     recorder = launch(monkeypatch, kernels)

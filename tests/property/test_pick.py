@@ -19,6 +19,7 @@ def drawn(logits: torch.Tensor, noise: Noise, position: int, scale: float) -> in
     return int(finite_argmax(((logits.float() * scale) + noise.gumbel(position))[None])[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [7, 300, 4099])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_each_row_has_its_argmax_and_its_draw(tokens: int, dtype: torch.dtype) -> None:

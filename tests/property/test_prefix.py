@@ -299,6 +299,7 @@ def test_slots_hold_what_they_are_said_to() -> None:
     )
 
 
+@pytest.mark.slow
 def test_texts_with_caches_against_texts_without() -> None:
     """A failure is not shrunk here, which would take minutes, but in the test below."""
     run_state_machine_as_test(

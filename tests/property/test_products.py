@@ -22,6 +22,7 @@ def slow(*case: object) -> object:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("outputs", "inputs", "gated", "biased", "counts"),
     [
@@ -79,6 +80,7 @@ def test_whole_sums_are_in_one_piece() -> None:
     assert products.product(rows, weight, None, whole=True).shape == (3, 64)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), [(140, 512, False), (70, 200, True)])
 @pytest.mark.parametrize("count", [3, slow(33), slow(70), 200])
 def test_every_cut_of_a_product_gives_the_same_numbers(outputs: int, inputs: int, gated: bool, count: int) -> None:

@@ -166,6 +166,7 @@ SHARING: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("drafter", "policy"), SHARING.values(), ids=SHARING)
 def test_what_sequences_share_changes_no_text(drafter: Any, policy: str) -> None:
     """What other texts left behind, and what forwards took, decides on no row of theirs."""

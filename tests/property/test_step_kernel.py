@@ -81,6 +81,7 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("length", "parents", "window", "heads", "width"),
     [
@@ -115,14 +116,15 @@ def test_a_drafted_row_is_the_same_token_decoded_plainly(
             cache.commit([0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "before", "window"),
     [
         (130, (1, 6), 64),
-        slow(130, (2, 15), 64),
-        slow(66, (1, 2, 4, 7, 15), None),
-        slow(129, (1, 3, 15), 5),
-        slow(20, (20, 7), None),
+        (130, (2, 15), 64),
+        (66, (1, 2, 4, 7, 15), None),
+        (129, (1, 3, 15), 5),
+        (20, (20, 7), None),
     ],
 )
 def test_a_row_is_itself_wherever_its_step_begins(place: int, before: tuple[int, ...], window: int | None) -> None:
@@ -179,6 +181,7 @@ def test_rows_see_their_ancestors_and_the_window(case: Case) -> None:
     assert (attended(world).double() - world.naive()).abs().max() < 1e-6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "precision"),
     [

@@ -38,13 +38,11 @@ def grammar_of(grammars: Grammars, schema: Any) -> JsonGrammar | None:
         return None
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(60, 260), marks=pytest.mark.slow)], ids=["quick", "all"]
-)
-def test_random_texts_of_a_grammar_fit_its_schema(tiny_engine: Engine, seeds: range) -> None:
+@pytest.mark.slow
+def test_random_texts_of_a_grammar_fit_its_schema(tiny_engine: Engine) -> None:
     grammars = Grammars(tiny_engine.tokenizer, tiny_engine.target.vocab_size, tiny_engine.target.eos_ids)
     checked = followed = 0
-    for seed in seeds:
+    for seed in range(260):
         dice = random.Random(seed)
         schema = random_schema(dice)
         grammar = grammar_of(grammars, schema)
@@ -56,7 +54,7 @@ def test_random_texts_of_a_grammar_fit_its_schema(tiny_engine: Engine, seeds: ra
             if text is not None:
                 jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator, format_checker=CHECKER)
                 checked += 1
-    assert followed > len(seeds) / 2, "most schemas are refused"
+    assert followed > 130, "most schemas are refused"
     assert checked > 2 * followed, "few texts end"
 
 

@@ -157,6 +157,7 @@ def reciting(kind: str, prompt: list[int], tokens: list[int], block: int) -> Eng
     return Engine(target, tokenizer_of(kind), drafter)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_to_decode_has_the_same_text(kind: str, block: int) -> None:

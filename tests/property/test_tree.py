@@ -113,6 +113,7 @@ def own_logits(family: str, text: Sequence[int]) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention"), each_once(["llama", "mistral", "gemma2"], ["sdpa", "split"]))
 @given(data=st.data(), length=st.integers(0, 45))
 @settings(max_examples=25)
@@ -138,6 +139,7 @@ def test_commit_equals_recompute(family: str, attention: str, data: st.DataObjec
         torch.testing.assert_close(own.next_logits(5), fresh.next_logits(5), **NEAR)
 
 
+@pytest.mark.few(1)
 @given(data=st.data(), length=st.integers(0, 30), parents=parent_lists(ROWS), layer=st.integers(1, 2))
 @settings(max_examples=25)
 @pytest.mark.parametrize("attention", ["sdpa", "split"])

@@ -80,6 +80,7 @@ def walked(kernels: Any, steps: list[Step], store: tuple[int, int] | None) -> to
     return picked.view(-1, each, 5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("most", [4, 18])
 def test_the_walk_is_the_host_s(sequences: int, most: int, kernels: Any) -> None:
@@ -129,6 +130,7 @@ def copied(cache: KVCache, rows: int) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize(
     ("paged", "window", "heads", "width"),

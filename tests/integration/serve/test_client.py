@@ -76,6 +76,7 @@ def test_stream_without_usage_has_none(client: openai.OpenAI) -> None:
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
+@pytest.mark.slow
 def test_completion_of_several_prompts_of_every_kind(client: openai.OpenAI, served_engine: Engine) -> None:
     tokens = served_engine.encode(PROMPT)
     for prompt, prompts in (
@@ -88,6 +89,7 @@ def test_completion_of_several_prompts_of_every_kind(client: openai.OpenAI, serv
         assert [choice.text for choice in answer.choices] == [served_engine.generate(one, 9).text for one in prompts]
 
 
+@pytest.mark.slow
 def test_n_answers_have_seeds_in_a_row(client: openai.OpenAI, served_engine: Engine) -> None:
     wanted = [served_engine.generate(MESSAGES, 12, sampled(seed=seed)).text for seed in (5, 6, 7)]
     assert len(set(wanted)) == 3
@@ -100,6 +102,7 @@ def test_n_answers_have_seeds_in_a_row(client: openai.OpenAI, served_engine: Eng
     assert texts == wanted
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_and_none_another(client: openai.OpenAI) -> None:
     def text(**seed: int) -> str | None:
         answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=24, **seed)  # type: ignore[call-overload]
@@ -109,6 +112,7 @@ def test_the_same_seed_gives_the_same_text_and_none_another(client: openai.OpenA
     assert len({text() for _ in range(3)}) == 3, "without a seed, or a temperature, OpenAI's default is to sample"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stop", ["(", ["zzz", "re"]])
 def test_stop_strings(client: openai.OpenAI, served_engine: Engine, stop: Any) -> None:
     wanted = served_engine.generate(PROMPT, 60, stop=stop)
@@ -169,6 +173,7 @@ def test_logit_bias_bans_and_forces(client: openai.OpenAI, served_engine: Engine
     assert only.choices[0].text == "xxx"
 
 
+@pytest.mark.slow
 def test_penalties_lower_what_the_answer_has(client: openai.OpenAI) -> None:
     options: Any = {"model": "tiny", "prompt": "x = 1\n" * 8, "temperature": 0, "max_tokens": 24, "logprobs": 0}
 
@@ -184,6 +189,7 @@ def test_penalties_lower_what_the_answer_has(client: openai.OpenAI) -> None:
     assert tokens(frequency_penalty=0.0) == plain
 
 
+@pytest.mark.slow
 def test_json_schema_is_followed(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "entry", "schema": SCHEMA, "strict": True}}
     for seed in range(2):
@@ -204,6 +210,7 @@ def test_json_object_is_one(client: openai.OpenAI) -> None:
         assert isinstance(json.loads(text), dict)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
 def test_a_forced_call_follows_its_schema(client: openai.OpenAI, choice: Any, stream: bool) -> None:
@@ -239,6 +246,7 @@ def test_tools_are_shown_to_the_model_unless_they_are_not_wanted(running: Runnin
         assert count() == count(tool_choice="auto") > count(tool_choice="none")
 
 
+@pytest.mark.slow
 def test_figures_of_speculation(running: Running) -> None:
     body = {"prompt": "a = 1\n" * 12, "max_tokens": 40, "temperature": 0, "speculation": {"per_step": True}}
     with running.http() as http:
@@ -262,6 +270,7 @@ def test_figures_of_speculation(running: Running) -> None:
     assert last["metrics"]["speculative_decoding"].keys() == found.keys()
 
 
+@pytest.mark.slow
 def test_a_request_names_its_drafter(running: Running, served_engine: Engine) -> None:
     prompt = "a = 1\n" * 12
     wanted = served_engine.generate(prompt, 30).text

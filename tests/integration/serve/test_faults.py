@@ -168,6 +168,7 @@ MALFORMED: list[tuple[str, Any, int, str | None, str]] = [
 ]
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(("path", "body", "status", "param", "words"), MALFORMED)
 def test_malformed_request(steady: Running, path: str, body: Any, status: int, param: str | None, words: str) -> None:
     with steady.http() as http:
@@ -337,6 +338,7 @@ BODY = json.dumps({"prompt": [5, 6], "max_tokens": 40, "stream": True}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(BODY)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize(
     ("sent", "read"),
@@ -359,6 +361,7 @@ def test_a_client_that_vanishes_at_any_point(steady: Running, sent: bytes, read:
     assert steady.service.metrics.cached_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_request_may_take_so_long(gate: Gate) -> None:
     with serving(gate.engine, request_timeout=0.3) as running, running.http() as http:
         answer = http.post(COMPLETIONS, json={"prompt": [WAIT, 7]})
@@ -369,6 +372,7 @@ def test_a_request_may_take_so_long(gate: Gate) -> None:
         assert http.post(COMPLETIONS, json={"prompt": [7]}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_signal_lets_running_requests_end_and_takes_no_new_ones(gate: Gate) -> None:
     with serving(gate.engine, max_num_seqs=1) as running:
         texts: list[str] = []
@@ -471,6 +475,7 @@ def test_a_key_is_asked_for(gate: Gate) -> None:
         assert running.openai("sesame").completions.create(model="tiny", prompt=[7]).choices
 
 
+@pytest.mark.slow
 def test_pages_of_others_may_not_call(gate: Gate) -> None:
     with serving(gate.engine, allow_origin=["https://mine.example"]) as running, running.http() as http:
 

@@ -26,6 +26,7 @@ def whole(http: Any, messages: list[dict[str, str]], **fields: Any) -> Any:
     return http.post("/v1/chat/completions", json=body).raise_for_status().json()
 
 
+@pytest.mark.slow
 def test_what_several_requests_begin_with_is_run_once(served_engine: Engine) -> None:
     with serving(served_engine) as running, running.http() as http:
         cached = list[int]()
@@ -42,12 +43,14 @@ def test_what_several_requests_begin_with_is_run_once(served_engine: Engine) -> 
         assert "specdec:prefix_bytes" in http.get("/metrics").text
 
 
+@pytest.mark.slow
 def test_prefixes_may_be_left_out(served_engine: Engine) -> None:
     with serving(served_engine, prefix_bytes=0) as running, running.http() as http:
         for _ in range(2):
             assert whole(http, asked(1))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_prefixes_keep_to_their_bytes(served_engine: Engine) -> None:
     """Of six questions the latest are kept, with what all begin with once."""
     kept, most = list[int](), 1 << 30
@@ -63,6 +66,7 @@ def test_prefixes_keep_to_their_bytes(served_engine: Engine) -> None:
     assert kept[0] < kept[1]
 
 
+@pytest.mark.slow
 def test_kept_beginnings_make_room_for_running_texts(served_engine: Engine) -> None:
     prompts = [served_engine.encode(f"program {number} is " * 9) for number in range(12)]
     size = max(map(len, prompts)) + 8
@@ -81,6 +85,7 @@ def test_kept_beginnings_make_room_for_running_texts(served_engine: Engine) -> N
     assert [texts[place] for place in range(12)] == [served_engine.generate(one, 8).token_ids for one in prompts]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_tells_its_steps_where_it_is_asked(running: Running, served_engine: Engine, path: str) -> None:
     text = "def add(a, b):\n    return a + b\n\ndef "

@@ -43,8 +43,7 @@ def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, Future[
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_under_load_lets_requests_end(number: int) -> None:
+def test_a_signal_under_load_lets_requests_end() -> None:
     with started("--max-num-seqs", "2") as (process, url, _):
 
         async def ask(client: httpx2.AsyncClient, place: int, begun: asyncio.Event) -> int | None:
@@ -66,7 +65,7 @@ def test_a_signal_under_load_lets_requests_end(number: int) -> None:
             async with httpx2.AsyncClient(base_url=url, timeout=SECONDS) as client:
                 answers = [asyncio.ensure_future(ask(client, place, begun)) for place in range(8)]
                 await begun.wait()
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM)
                 return await asyncio.gather(*answers)
 
         found = asyncio.run(load())
@@ -74,17 +73,17 @@ def test_a_signal_under_load_lets_requests_end(number: int) -> None:
         assert process.wait(SECONDS) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(number: int) -> None:
+def test_a_second_signal_ends_it_at_once() -> None:
+    """Of the other kind, which a terminal sends."""
     with started("--grace", "100") as (process, url, said):
         body = {"prompt": "x", "max_tokens": 2000, "temperature": 0, "stream": True, "ignore_eos": True}
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as answer:
             lines = answer.iter_lines()
             next(lines)
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
             while httpx2.get(f"{url}/health", timeout=SECONDS).status_code == 200:
                 pass
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
             with pytest.raises(httpx2.TransportError):
                 assert list(lines)[-2] != "data: [DONE]", "it went on to the answer's end"
         assert process.wait(SECONDS) == 0

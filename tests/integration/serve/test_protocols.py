@@ -202,7 +202,8 @@ def test_errors_in_anthropic_s_form(tiny_engine: Engine, claude: anthropic.Anthr
                     assert other.messages.create(model="tiny", max_tokens=1, messages=TALK).usage.output_tokens == 1
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("none", marks=pytest.mark.slow), "prompt_lookup"])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["none", "prompt_lookup"])
 def test_log_probabilities_of_a_prompt_are_the_model_s(running: Running, tiny_engine: Engine, drafter: str) -> None:
     prompt = tiny_engine.encode("x = 1\nx = 1\nimport os\n")
     (end,) = tiny_engine.target.eos_ids

@@ -69,6 +69,7 @@ TAKEN: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("path", "body"), TAKEN)
 def test_what_asks_for_nothing_or_for_ours_is_answered(steady: Running, path: str, body: Any) -> None:
     with steady.http() as http:
@@ -112,6 +113,7 @@ REFUSED: list[tuple[str, Any, str | None, str]] = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("path", "body", "param", "words"), REFUSED)
 def test_a_remedy_is_told(steady: Running, path: str, body: Any, param: str | None, words: str) -> None:
     with steady.http() as http:

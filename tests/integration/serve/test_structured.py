@@ -34,6 +34,7 @@ def form(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("temperature", [0, 1.3])
 @pytest.mark.parametrize("drafter", ["none", "suffix_automaton", "prompt_lookup"])
 def test_a_drafted_end_behind_whole_json(
@@ -70,6 +71,7 @@ def test_more_tokens_than_the_json_can_have_end_early(running: Running) -> None:
     assert found["usage"]["completion_tokens"] < 25
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_no_text_before_min_tokens(running: Running, stream: bool) -> None:
     body: dict[str, Any] = {"prompt": "import os\nimport sy", "max_tokens": 20, "temperature": 0, "stop": ["\n"]}
@@ -103,6 +105,7 @@ TOOLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_required_calls_follow_each_tool_s_own_references(running: Running, several: bool) -> None:
     for seed in range(3):
@@ -116,6 +119,7 @@ def test_required_calls_follow_each_tool_s_own_references(running: Running, seve
             jsonschema.validate(json.loads(call["arguments"]), {"draw": DRAW, "at": POINT}[call["name"]])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("asked", "fits"),
     [
@@ -136,6 +140,7 @@ def test_structured_outputs_of_vllm(running: Running, asked: dict[str, Any], fit
     assert choice["finish_reason"] == "stop" or "json_object" in asked or "root" in str(asked)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

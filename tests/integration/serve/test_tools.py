@@ -166,6 +166,7 @@ def test_marks_that_are_special_tokens(spoken: Running, speaker: Speaker, monkey
     assert message(spoken)[0]["content"] == 'Yes.look{"at": "END"}'
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("opened", [False, True])
 def test_thinking_is_told_apart(
     spoken: Running, speaker: Speaker, monkeypatch: pytest.MonkeyPatch, opened: bool

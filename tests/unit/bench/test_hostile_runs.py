@@ -171,6 +171,7 @@ def test_answers_without_a_manifest_are_no_run(folder: RunFolder, tiny_engine: E
         Runner(Plan(drafters=["none"], systems=[], limit=1), folder.path, engine=tiny_engine)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", ["mkdir", "open", "replace"])
 def test_a_disk_that_refuses(part: str, tmp_path: Path, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Runner:

@@ -91,6 +91,7 @@ def test_a_model_that_is_no_llama_is_refused_by_name(tmp_path: Path) -> None:
         write_gguf(Engine(target_of("qwen2")), tmp_path / "model.gguf")
 
 
+@pytest.mark.slow
 def test_answers_as_plain_decoding_does() -> None:
     """The same weights in float32: on a text without ties, the same tokens, with a draft and without."""
     pytest.importorskip("xllamacpp")

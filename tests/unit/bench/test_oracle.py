@@ -25,6 +25,7 @@ def answer(toy: Engine) -> list[int]:
     return toy.generate(PROMPT, NEW).token_ids
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("depth", [1, 4, 7])
 def test_accuracy_sets_the_tokens_per_step(toy: Engine, answer: list[int], depth: int) -> None:
     for accuracy in (0.0, 0.5, 0.9, 1.0):

@@ -212,6 +212,7 @@ def test_gpu_check_compares_every_drafter_s_texts(tmp_path: Path) -> None:
     assert not [part for part, figures in kept.items() if figures.get("differing") or "failed" in figures]
 
 
+@pytest.mark.slow
 def test_gpu_check_says_what_drafters_bring_and_what_transformers_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +228,7 @@ def test_gpu_check_says_what_drafters_bring_and_what_transformers_does(
     assert "| texts that differ, under a policy | 0 | 0 | yes |" in out.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_gpu_check_times_products_under_triton_s_interpreter(tmp_path: Path) -> None:
     """The parts that only a GPU runs, with its numbers' kernels."""
     pytest.importorskip("triton")
@@ -240,6 +242,7 @@ def test_gpu_check_times_products_under_triton_s_interpreter(tmp_path: Path) -> 
     assert next(work for part, work in parts.items() if "qkv" in part)()["own"][64] > 0
 
 
+@pytest.mark.slow
 def test_gpu_check_compares_cuts_that_are_chosen_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that says another cut is always faster; choices of before, and files, are as they were."""
     pytest.importorskip("triton")
@@ -288,6 +291,7 @@ def test_gpu_check_ends_within_ten_minutes() -> None:
     assert sum(script.LIMITS.values()) <= 600
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -37,6 +37,7 @@ def toy() -> PreTrainedModel:
     return random_model("toy")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_text_follows_the_rule_in_every_precision(dtype: torch.dtype) -> None:
     model = random_model("toy", dtype)
@@ -59,6 +60,7 @@ def test_gaps_are_wide(dtype: torch.dtype, seed: int) -> None:
     assert (best[:, 0] - best[:, 1]).min() > 9
 
 
+@pytest.mark.slow
 def test_many_layers_add_up_no_error() -> None:
     config = LlamaConfig(
         vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=24, num_attention_heads=8,
@@ -96,6 +98,7 @@ def late(module: torch.nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Ten
     return (given[0].roll(1, 1),)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("broken", [noise, uniform, nothing, late, one_head_less])
 def test_text_needs_every_layer_s_attention(layer: int, broken: Callable[..., Any]) -> None:
@@ -130,6 +133,7 @@ def greedy_without_cache(model: PreTrainedModel, prompt: list[int], count: int) 
     return text[len(prompt) :]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_other_models_may_have_the_rule(family: str) -> None:
     texts = []
@@ -140,6 +144,7 @@ def test_other_models_may_have_the_rule(family: str) -> None:
     assert texts[0] == texts[1] == by_the_rule([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], NEW, (32, 10, 3, 3))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("shape", "billions", "read"), [("mistral-7b", 7.24, 14.22), ("llama-7b", 6.74, 13.21)])
 def test_large_shapes_have_the_published_sizes(shape: str, billions: float, read: float) -> None:
     model = random_model(shape, torch.bfloat16, "meta")

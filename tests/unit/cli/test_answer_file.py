@@ -30,6 +30,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_answers_stand_in_order(tiny_engine: Engine, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert answer(tiny_engine, read_prompts(prompts), out, RUN, batch=2, progress=False) == 0
@@ -46,6 +47,7 @@ def test_answers_stand_in_order(tiny_engine: Engine, prompts: Path, tmp_path: Pa
         answer(tiny_engine, read_prompts(prompts), out, RUN, batch=2, progress=False)
 
 
+@pytest.mark.slow
 def test_what_was_answered_is_not_asked_again(
     tiny_engine: Engine, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +77,7 @@ def test_what_was_answered_is_not_asked_again(
     assert [line["text"] for line in lines(out)] == [tiny_engine.generate(text, 6).text for text in TEXTS]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default::specdec.SpecdecWarning")
 def test_command(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts.write_text(json.dumps(["x = ", {"prompt": "x " * 9000}]), encoding="utf-8")

@@ -62,6 +62,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------------------------------------------------- errors
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -192,6 +193,7 @@ def test_json(run: Run, tiny_engine: Engine) -> None:
     assert set(stats["seconds"]) == {"prefill", "draft", "target", "rest"}
 
 
+@pytest.mark.slow
 def test_options_reach_the_sampling(run: Run, tiny_engine: Engine) -> None:
     options = {
         "temperature": 0.9,
@@ -216,6 +218,7 @@ def test_lossy_says_so(run: Run) -> None:
     assert json.loads(run("generate", PROMPT, "--json", *options).out)["lossy"] is True
 
 
+@pytest.mark.slow
 def test_stop_strings(run: Run, tiny_engine: Engine) -> None:
     text = tiny_engine.generate(PROMPT, 24).text
     first, second = text[3:5], text[8:10]
@@ -227,6 +230,7 @@ def test_stop_strings(run: Run, tiny_engine: Engine) -> None:
 HOT = ("--max-new-tokens", "8", "--seed", "4", "--temperature", "3")  # broken bytes, mostly
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -256,6 +260,7 @@ def test_a_terminal_whose_encoding_lacks_a_character(
     assert b"?" in written.getvalue() or words[0] in ("drafters", "demo")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("encoding", "errors", "then"),
     [
@@ -276,6 +281,7 @@ def test_what_cannot_be_shown_never_raises(
     assert stream.errors == then
 
 
+@pytest.mark.slow
 def test_stop_tokens(run: Run, tiny_engine: Engine) -> None:
     tokens = tiny_engine.generate(PROMPT, 24).token_ids
     last = min(tokens.index(tokens[5]), tokens.index(tokens[9]))
@@ -389,6 +395,7 @@ class Someone(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_talk(
     tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -430,11 +437,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_talk(
     assert shown.err.count("ended by you") == 2
 
 
+@pytest.mark.slow
 def test_chat_names_its_commands(run: Run) -> None:
     outcome = run("chat", stdin="/rest\n/exit\n")
     assert outcome == (0, "", "error: unknown command '/rest'; did you mean '/reset'? known: /exit, /reset\n")
 
 
+@pytest.mark.slow
 def test_chat_that_outgrows_the_context_fails_when_piped(run: Run) -> None:
     outcome = run("chat", stdin="word " * 3000)
     assert outcome.status == 2
@@ -501,6 +510,7 @@ def test_every_option_of_every_drafter_has_a_meaning(run: Run) -> None:
             assert option["help"], f"{drafter['name']}.{option['name']} is not in its Config's Attributes"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
 def test_a_warning_of_ours_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file of times that is broken: what is wrong and what is done, and no line of our source."""
@@ -570,6 +580,7 @@ def test_a_race_tells_where_texts_differ(tiny_engine: Engine) -> None:
     assert two.first_difference(three) == 3
 
 
+@pytest.mark.slow
 def test_a_race_goes_through_a_conversation(tiny_engine: Engine) -> None:
     race = Race(tiny_engine, ["prompt_lookup"], max_new_tokens=6, sampling=SamplingParams())
     seen: list[str] = []
@@ -674,6 +685,7 @@ def test_closed_input_is_told(
     assert capsys.readouterr().err.partition("standard input, which is closed; ")[0].count(";") == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
 @pytest.mark.parametrize(
     "command",

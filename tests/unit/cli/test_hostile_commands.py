@@ -181,16 +181,19 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("arguments", "message"), GENERATE, ids=lambda value: str(value)[:40])
 def test_generate(refused: Any, arguments: list[str], message: str) -> None:
     refused(["generate", "import", *arguments], message)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("arguments", "message"), OTHERS, ids=lambda value: str(value)[:40])
 def test_other_commands(refused: Any, arguments: list[str], message: str) -> None:
     refused(arguments, message)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("content", "message"), FILES.values(), ids=FILES)
 def test_config_files(refused: Any, tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "run.yaml").write_bytes(content)

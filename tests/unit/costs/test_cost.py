@@ -136,6 +136,7 @@ def test_a_clock_that_stands_still_measures_something() -> None:
     assert all(time > 0 for row in curve.seconds for time in row)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("tick", "rows", "lengths"),
     [

@@ -147,6 +147,7 @@ def test_what_pays_later_is_found_out() -> None:
     assert ".." in machine.run(60), "and what no longer does, too"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("slower", [2.0, 5.0, 20.0, 1000.0])
 @pytest.mark.parametrize("sequences", [1, SEQUENCES])
 def test_after_a_busy_spell_what_pays_is_tried_again(slower: float, sequences: int) -> None:
@@ -221,6 +222,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("brings", "measured"), each_once(CHAINS, [QUIET, BUSY, STREAMING]))
 def test_beside_a_neighbour_nothing_is_lost_and_after_it_all_is_as_before(
     brings: str, measured: tuple[float, float, float]
@@ -260,6 +262,7 @@ class AtRandom(Fallback):
         self.noted.append((sequences, drawn))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("drafter", "temperature"), turns(drafter_names(), [0.0, 0.8]))
 def test_no_token_changes_by_rests(drafter: str, temperature: float, tmp_path: Path) -> None:
     target = target_of("llama")
@@ -357,6 +360,7 @@ class ByLength(Fallback):
         pass
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drafter", ["kangaroo", "medusa"])
 def test_who_taps_misses_no_hidden_state_by_rests(drafter: str, tmp_path: Path) -> None:
     """Drafts after a rest are those of a session that was asked all the time, and had no room."""

@@ -197,6 +197,7 @@ class Told(LiveCosts):
         self.now = replace(curve_of(100.0 if dear else 0.0001))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize(
     ("drafter", "temperature"), each_once(["auto", "jacobi", "token_recycling", "suffix_automaton"], [0.0, 0.8])

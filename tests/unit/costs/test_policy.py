@@ -220,6 +220,7 @@ def test_silence_costs_nothing() -> None:
         policy.learn(Draft.chain([1]), [0], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "temperature"), turns(drafter_names(), [0.0, 0.8]))
 def test_acceptance_changes_no_token_and_needs_no_clock(drafter: str, temperature: float, tmp_path: Path) -> None:
     """Twice the same rows, step by step, be they nearly free or dear."""

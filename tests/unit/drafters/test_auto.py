@@ -47,6 +47,7 @@ def oracle(new: int, **options: object) -> Oracle:
     return Oracle([*PROMPT, *greedy("llama", PROMPT, new)], target.vocab_size, steady=True, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=pytest.mark.slow) if place % 3 else name for place, name in enumerate(FAMILIES)],
@@ -313,6 +314,7 @@ def test_an_eagle_head_takes_the_place_of_medusa_s(
     assert names == ["suffix_automaton", "token_recycling", "eagle" if one_call else "medusa"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("records", [True, False])
 def test_on_a_device_an_eagle_head_is_loaded_where_its_passes_are_recorded(
     records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ def digest(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("library", [True, False])
 @given(tokens=st.lists(st.sampled_from([0, 1, 255, 256, 70_000, SEPARATOR]), min_size=1, max_size=60))
 def test_suffix_array_sorts_the_suffixes(library: bool, tokens: list[int]) -> None:
@@ -67,6 +68,7 @@ def test_tokens_are_documents_and_separators(tmp_path: Path) -> None:
     assert store.meta["sha256"] == hashlib.sha256(store.tokens.tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 @given(
     text=st.lists(st.integers(0, 3), min_size=1, max_size=50), query=st.lists(st.integers(0, 3), min_size=1, max_size=6)
 )

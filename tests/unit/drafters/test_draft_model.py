@@ -40,6 +40,7 @@ class Watched(DraftModel):
         return self.session
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_drafts_are_the_draft_models_own_text(family: str, temperature: float) -> None:
@@ -57,6 +58,7 @@ def test_block_verification_accepts_all_of_its_own_draws() -> None:
     assert out.stats.acceptance_lengths == [5] * 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("options", [{"tokens": 4}, {"tokens": 3, "widths": [3, 2]}])
 def test_cache_holds_the_text_as_a_fresh_one_would(family: str, options: dict[str, Any]) -> None:
@@ -118,6 +120,7 @@ def test_tree_has_the_widths_asked_for() -> None:
         assert len(set(below)) == len(below)
 
 
+@pytest.mark.slow
 def test_confidence_ends_paths() -> None:
     text = [*prompt_of(9), *drafts_of(SamplingParams(), tokens=6, min_confidence=0.0)[0].tokens[1:]]
     assert len(text) == 15
@@ -129,6 +132,7 @@ def test_confidence_ends_paths() -> None:
         assert len(drafts_of(SamplingParams(), tokens=6, min_confidence=between)[0]) == 1 + kept
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("acceptance", ["auto", "reject"])
 def test_q_is_kept_where_the_verifier_needs_it(acceptance: str) -> None:
     sampling = SamplingParams(temperature=0.7, top_k=2, acceptance=acceptance)
@@ -145,6 +149,7 @@ def test_no_q_where_tokens_follow_the_targets_noise() -> None:
     assert not any(draft.q for draft in drafts_of(SamplingParams(temperature=1.0, acceptance="match"), tokens=3))
 
 
+@pytest.mark.slow
 def test_children_are_drawn_without_replacement_from_q() -> None:
     """Frequencies of ordered pairs over many positions, against q(a) q(b) / (1 - q(a)) at four standard deviations."""
     drafter = DraftModel(DraftModelConfig(tokens=1, widths=[2]), stranger())
@@ -206,6 +211,7 @@ def padded(model: TransformersTarget, rows: int, folder: Path) -> dict[str, Any]
     return {"name": "draft_model", "model": str(folder), "min_confidence": 0.0, "check_tokenizer": False}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("device", "rows"), each_once(["apart", "host"], [-9, 9]))
 def test_what_both_vocabularies_have_is_drafted(
     rows: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +244,7 @@ def test_what_both_vocabularies_have_is_drafted(
         assert not q[common:].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [-9, 9])
 def test_the_target_by_itself_but_for_padding_is_right_wherever_it_may_draft(rows: int, tmp_path: Path) -> None:
     target = target_of("llama")
@@ -247,6 +254,7 @@ def test_the_target_by_itself_but_for_padding_is_right_wherever_it_may_draft(row
     assert rows < 0 or out.stats.acceptance_lengths == [5] * 8
 
 
+@pytest.mark.slow
 def test_padding_beside_one_tokenizer_is_no_other_vocabulary(tmp_path: Path, tiny_engine: Engine) -> None:
     source = Path(draft_model.embedded_draft_model())
     spec = padded(TransformersTarget.from_pretrained(source), 64, tmp_path)

@@ -83,6 +83,7 @@ def drafted(choices: Choices, q: Table, options: dict[str, Any]) -> Draft:
 TABLES = {"smooth": (table(3, 1), table(3, 2)), "q without some": (table(3, 7), table(3, 8, zeros=True))}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"min_chance": 0.05}, {"branch": 1}, {"branch": 3, "rows": 4}], ids=str)
 @pytest.mark.parametrize("tables", TABLES)
 def test_drawn_trees_keep_the_joint_distribution(tables: str, options: dict[str, Any]) -> None:

@@ -259,6 +259,7 @@ WRONG: dict[str, tuple[Spoil, str]] = {
 }
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_named(case: str, tmp_path: Path) -> None:
     spoil, message = WRONG[case]

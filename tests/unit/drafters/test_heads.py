@@ -35,6 +35,7 @@ def dflash(folder: Path, **options: Any) -> dict[str, Any]:
     return {"name": "dflash", "head": str(heads.write(folder / "dflash", *made)), "min_chance": 0.0, **options}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["auto", "union"])
 def test_heads_are_parts_of_merged_drafts(name: str, tmp_path: Path) -> None:
     target, rows = target_of("mistral"), []
@@ -49,6 +50,7 @@ def test_heads_are_parts_of_merged_drafts(name: str, tmp_path: Path) -> None:
     assert engine.generate(PROMPT, NEW, hot).token_ids == Engine(target).generate(PROMPT, NEW, hot).token_ids
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("made", [eagle, dflash])
 def test_after_a_rest_it_guesses_as_if_it_had_been_asked(made: Any, tmp_path: Path) -> None:
     """Tokens that came without it are seen all the same; so the same text gives the same draft."""
@@ -108,16 +110,13 @@ def test_confidence_is_the_chance_that_the_policy_is_told(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "peagle", "dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dflash2"])
 def test_drawn_drafts_keep_the_joint_distribution(kind: str, tmp_path: Path) -> None:
-    """Confident heads, far from the target; what they draw is accepted and rejected by its q."""
+    """Confident heads, far from the target; what they draw is accepted and rejected by its q. See test_unread.py."""
     target, model = five_token_target()
     made: dict[str, Any] = {
-        "eagle1": lambda: heads.eagle1(8, 5),
         "eagle3": lambda: heads.eagle3(8, 5, draft=4),
-        "peagle": lambda: heads.peagle(8, 5),
         "dflash": lambda: heads.dflash(8, 5),
-        "dspark": lambda: heads.dflash(8, 5, kind="dspark", markov="rnn", own=True),
         "dflash2": lambda: heads.dflash(8, 5, kind="dflash2", selector_top_k=3),
     }
     name = "eagle" if "eagle" in kind else "dflash"

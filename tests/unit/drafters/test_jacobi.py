@@ -18,6 +18,7 @@ def by_position(text: Sequence[int]) -> int:
     return len(text) // 3 % 10
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("guesses", [1, 4])
 def test_right_answers_are_accepted_as_guesses(guesses: int) -> None:
     target = Reciter(by_position)

@@ -93,6 +93,7 @@ def test_step_by_step_equals_the_whole_text(variant: str, key_heads: int) -> Non
     check_steps(adapter_of(variant, key_heads=key_heads))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_guess_behind_a_sibling_sees_its_own_path(variant: str, dtype: torch.dtype) -> None:
@@ -168,6 +169,7 @@ def test_packed_texts_do_not_see_each_other() -> None:
     torch.testing.assert_close(packed[3:], alone)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("acceptance", ["greedy", "match", "reject"])
 def test_a_perfect_adapter_has_every_draft_accepted(
     perfect: Callable[..., Watched], shallow_target: TransformersTarget, acceptance: str
@@ -185,6 +187,7 @@ def test_a_round_ends_where_confidence_ends(
     assert found.stats.rows == [2] * 6  # the first guess is made and verified, and no other
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("slope", "rows"), [(0.0, 6), (0.1, None), (2.0, 1)])
 def test_a_round_ends_where_drafts_do_not_pay(
     perfect: Callable[..., Watched], shallow_target: TransformersTarget, slope: float, rows: int | None
@@ -203,6 +206,7 @@ def test_a_round_ends_where_drafts_do_not_pay(
         assert set(found.stats.rows[:-1]) == {rows}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("slope", "right", "wrong"), [(0.0, (21, 21), (21, 17)), (0.1, (7, 6), (7, 2)), (2.0, (2, 2), (2, 2))]
 )
@@ -227,6 +231,7 @@ def test_on_a_device_guesses_of_before_say_how_many_pay(
         assert found.token_ids == Engine(target).generate(prompt_of(9), 80).token_ids
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_alternatives_are_verified_where_their_rows_pay(shallow_target: TransformersTarget, temperature: float) -> None:
     """Without eta, at any guess of a round; the text and the adapter's cache stay plain decoding's."""
@@ -283,6 +288,7 @@ def test_what_a_draft_costs(shallow_target: TransformersTarget, tmp_path: Path) 
     assert made.guess_weights == own + 8 * 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 def test_draws_without_replacement_follow_q(shallow_target: TransformersTarget, depth: int) -> None:
     """Ordered pairs by chi-square: P(a, b) = q(a) q(b) / (1 - q(a)); a token without probability never comes."""

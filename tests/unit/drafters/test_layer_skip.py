@@ -62,6 +62,7 @@ SKIPS = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("skip", SKIPS, ids=lambda skip: f"a{sorted(skip.attention)} m{sorted(skip.mlp)}")
 @pytest.mark.parametrize(
     ("family", "execution"),
@@ -93,6 +94,7 @@ def test_logits_are_those_of_the_model_without_these_parts(family: str, executio
     torch.testing.assert_close(torch.cat((first, second[[0, 2, 3, 4]])), expected, rtol=0, atol=close)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mixtral", "qwen3_moe", "blocks", "int8"])
 def test_native_halves_make_the_whole_layer(family: str, tmp_path: Path) -> None:
@@ -133,6 +135,7 @@ def test_several_sequences_share_a_pass_through_half_layers() -> None:
         torch.testing.assert_close(alone, together)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_no_token_depends_on_what_is_left_out(family: str) -> None:
     """Greedy and drawn, alone and in a batch, with sublayers of every kind left out."""
@@ -238,6 +241,7 @@ def test_a_larger_share_has_to_be_worth_it() -> None:
     assert gain(1.0, 0.25, 4) == pytest.approx(2.5)
 
 
+@pytest.mark.slow
 def test_a_choice_is_kept_for_later_texts_but_where_the_text_depends_on_it() -> None:
     target = target_of("llama")
     drafter: Any = make_drafter({"name": "layer_skip", "min_chance": 0.0}, target)

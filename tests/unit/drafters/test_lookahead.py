@@ -93,6 +93,7 @@ def test_pool_reads_each_n_gram_of_the_text_once() -> None:
     assert [list(pool.of(key)) for key in (1, 3, 4)] == [[(8, 8), (2, 3)], [(4, 1)], [(1, 2)]]  # (2, 3) is not fresh
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("window", "ngram", "guesses"), [(4, 4, 3), (1, 4, 1), (5, 2, 5), (6, 3, 2)])
 def test_rows_of_a_step(window: int, ngram: int, guesses: int) -> None:
     """At most 1 + (W-1) + W(N-2) + G(N-1), and no less than the window once that is full."""

@@ -116,6 +116,7 @@ def test_a_tree_beyond_heads_or_vocabulary_is_named(target: TransformersTarget, 
 DEEP, FLAT = [[0], [0, 0], [1], [0, 1], [1, 0], [0, 0, 0]], [[0], [1]]  # of three heads, and of the first one alone
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sees_root", [False, True])
 @pytest.mark.parametrize(
     ("tree", "own_head", "temperature"), [(DEEP, False, 0.0), (DEEP, True, 0.0), (DEEP, False, 0.7), (FLAT, False, 0.0)]
@@ -165,6 +166,7 @@ def test_each_sequence_s_heads_see_its_own_root(target: TransformersTarget, tmp_
         torch.testing.assert_close(torch.tensor(own), torch.tensor(alone))
 
 
+@pytest.mark.few(4)
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [{"layers": 1}, {"layers": 3}, {"own_head": True}, {"layers": 2, "draft_vocab": 20}])
@@ -241,6 +243,7 @@ def test_typical_acceptance_is_asked_for(target: TransformersTarget, tmp_path: P
     assert Engine(target, None, drafter).generate(PROMPT, 8, sampling).lossy
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("slope", "max_rows", "size"), [(0.0, 64, 16), (0.0, 7, 6), (0.04, 64, 5), (2.0, 64, 0)])
 def test_the_tree_grows_by_what_the_heads_promise_and_rows_cost(
     target: TransformersTarget, tmp_path: Path, slope: float, max_rows: int, size: int
@@ -286,6 +289,7 @@ def published(folder: Path, *, heads: int = 5, form: str = "pt", size: int = 32,
     return tensors
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["pt", "safetensors", "merged"])
 def test_published_checkpoints(target: TransformersTarget, tmp_path: Path, form: str) -> None:
     tensors = published(tmp_path, form=form)
@@ -300,6 +304,7 @@ def test_published_checkpoints(target: TransformersTarget, tmp_path: Path, form:
     assert Engine(target, None, drafter).generate(PROMPT, 8).stats.rows[0] == 64
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_heads_as_vllm_names_them(target: TransformersTarget, tmp_path: Path, shared: bool, shuffled: bool) -> None:

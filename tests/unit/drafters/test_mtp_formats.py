@@ -110,6 +110,7 @@ def test_another_models_layers_are_refused(tmp_path: Path) -> None:
         Mtp.describe_weights(written(tmp_path / "deep", depth=65))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dense", [[], [0], [2], [0, 1, 2]], ids=str)
 def test_tensors_tell_which_layers_have_experts(dense: list[int], tmp_path: Path) -> None:
     """The model's config numbers the model's own layers; these are like its last one."""

@@ -128,6 +128,7 @@ def compare(made: list[BlockStep]) -> None:
         torch.testing.assert_close(own.float(), other.float(), rtol=0, atol=close * float(other.abs().max()))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_those_of_torch(
@@ -159,6 +160,7 @@ def alike(step: BlockStep) -> None:
         assert all(map(torch.equal, told(step.run([alone.blank(rows)])), told([found[place]])))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["dspark", "biases", "window", "causal window from the anchor"])
 def test_no_bit_depends_on_threads_chunks_or_other_sequences(
@@ -190,6 +192,7 @@ def test_convolutions_are_left_to_torch(tmp_path: Path) -> None:
     assert drafter.step.native is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "window"])
 def test_texts_and_drafts_are_the_same(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(torch.float32)

@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "dtype", "sampling", "options"), CASES)
 def test_drafts_are_those_of_levels(
     kind: str, dtype: torch.dtype, sampling: str, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,6 +91,7 @@ def test_threads_change_nothing(threads: int, tmp_path: Path, monkeypatch: pytes
         torch.set_num_threads(usual)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["dspark", "window"])
 def test_texts_of_a_batch_are_those_without_drafts(kind: str, tmp_path: Path) -> None:
     target = target_of(torch.bfloat16)

@@ -120,6 +120,7 @@ def passes(step: ChainStep, kind: str, dtype: torch.dtype) -> list[torch.Tensor]
     return found
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_those_of_torch(
@@ -134,6 +135,7 @@ def test_numbers_are_those_of_torch(
         torch.testing.assert_close(own, other, rtol=0, atol=close * float(other.abs().max()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_texts_and_drafts_are_the_same(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(torch.float32)

@@ -156,6 +156,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "dtype", "sampling", "options"), CASES)
 def test_drafts_are_those_of_passes(
     kind: str, dtype: torch.dtype, sampling: str, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +164,7 @@ def test_drafts_are_those_of_passes(
     compare(drafter_of(kind, dtype, tmp_path, **options), SAMPLINGS[sampling], monkeypatch, [1, 2, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_change_nothing(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, usual = drafter_of("trained", torch.bfloat16, tmp_path, **ALWAYS), torch.get_num_threads()
@@ -234,6 +236,7 @@ def test_a_head_without_numbers_drafts_nothing(tmp_path: Path, monkeypatch: pyte
         assert [*session.propose(24).tokens] == [3]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_token_without_an_embedding_is_an_error(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft can be asked for again, as nothing of it is kept. A tied embedding is packed, as the head is."""

@@ -43,6 +43,7 @@ def file() -> list[int]:
     return [rng.choice([rng.randrange(2, 5), rng.randrange(5, 100)]) for _ in range(400)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     turns(
@@ -61,6 +62,7 @@ def test_the_text_is_plain_decodings(drafter: str, sampling: SamplingParams, tmp
             assert engine.generate(prompt, 30, sampling, prediction=prediction).token_ids == plain
 
 
+@pytest.mark.slow
 def test_texts_and_streams(tiny_engine: Engine) -> None:
     plain = tiny_engine.generate(CODE, 30)
     for prediction in (plain.text, "Ein ganz anderer Satz. Und noch einer."):
@@ -68,6 +70,7 @@ def test_texts_and_streams(tiny_engine: Engine) -> None:
         assert "".join(chunk.text for chunk in tiny_engine.stream(CODE, 30, prediction=prediction)) == plain.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drafter", ["none", "union", "prompt_lookup"])
 def test_a_prediction_that_is_the_answer_takes_few_steps(file: list[int], drafter: str) -> None:
     found = reciting(file, drafter, policy="off").generate([1], len(file), prediction=file)
@@ -76,6 +79,7 @@ def test_a_prediction_that_is_the_answer_takes_few_steps(file: list[int], drafte
     assert (found.stats.accepted_prediction_tokens, found.stats.rejected_prediction_tokens) == (len(file), 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("edit", "steps"),
     [
@@ -106,6 +110,7 @@ def test_a_phrase_that_occurs_often_does_not_lead_astray() -> None:
     assert found.stats.steps <= ceil(len(answer) / ROWS) + 5
 
 
+@pytest.mark.slow
 def test_a_prediction_of_another_text_lets_the_drafter_work() -> None:
     """What does not come true is tried more and more rarely, and the engine's own drafter drafts."""
     answer = [10, 11, 12, 13, 14, 15, 16, 17] * 40
@@ -118,6 +123,7 @@ def test_a_prediction_of_another_text_lets_the_drafter_work() -> None:
     assert (stray.accepted_prediction_tokens, stray.rejected_prediction_tokens) == (0, 200)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drafter", ["medusa", "kangaroo"])
 def test_a_drafter_is_shown_the_hidden_states_of_all_tokens(drafter: str, tmp_path: Path) -> None:
     """Once and in order, whoever drafted them."""
@@ -144,6 +150,7 @@ def test_a_drafter_is_shown_the_hidden_states_of_all_tokens(drafter: str, tmp_pa
         torch.testing.assert_close(rows, fresh.taps[layer])
 
 
+@pytest.mark.slow
 def test_a_drafter_that_takes_steps_as_they_were_learns_from_all(tiny_engine: Engine) -> None:
     plain = tiny_engine.generate(CODE, 40).token_ids
     engine = tiny_engine.with_drafter("token_recycling", policy="off")
@@ -153,6 +160,7 @@ def test_a_drafter_that_takes_steps_as_they_were_learns_from_all(tiny_engine: En
     assert len(told) == found.stats.steps - 1  # the last one is told to no session
 
 
+@pytest.mark.slow
 def test_batches_take_one_for_all_or_one_for_each(tiny_engine: Engine) -> None:
     engine = tiny_engine.with_drafter("prompt_lookup")
     prompts = [CODE, "class A:\n"]
@@ -181,6 +189,7 @@ def test_one_for_each_is_one_for_each() -> None:
     assert given([None, "b"]) == [None, "b"]
 
 
+@pytest.mark.slow
 def test_beside_a_prefix_cache(tiny_engine: Engine) -> None:
     kept, plain = PrefixCache(), tiny_engine.generate(CODE, 40)
     for turn in range(2):
@@ -221,6 +230,7 @@ def test_half_a_character_is_refused(tiny_engine: Engine) -> None:
         tiny_engine.generate(CODE, 3, prediction="a\ud83d")
 
 
+@pytest.mark.slow
 def test_a_policy_bounds_its_rows(file: list[int]) -> None:
     """A prediction that never comes true is verified rarely; one row at a time, mostly none."""
     answer = [token + 1 for token in file]
@@ -288,6 +298,7 @@ def test_of_places_that_look_alike_the_next_one_counts() -> None:
     assert (text.left, text.found()) == (4, (6, 1))
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def passes(step: BlockStep) -> list[torch.Tensor]:
     return [*found, *(texts[0].stored()[layer][0] for layer in (0, len(step.specs)))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_passes_are_those_that_are_launched(kind: str, tmp_path: Path, recorder: Recorder) -> None:
     recorded = step_of(KINDS[kind](), tmp_path, fused(new_model("llama", DTYPE)))
@@ -73,6 +74,7 @@ def test_passes_are_those_that_are_launched(kind: str, tmp_path: Path, recorder:
         assert (own - other).abs().max() < 1e-11
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", LAUNCHED)
 def test_heads_with_windows_or_convolutions_are_launched(kind: str, tmp_path: Path, recorder: Recorder) -> None:
     assert step_of(LAUNCHED[kind](), tmp_path, fused(new_model("llama", DTYPE))).recorded is None

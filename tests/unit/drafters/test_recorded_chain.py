@@ -89,6 +89,7 @@ def passes(texts: Texts) -> list[torch.Tensor]:
     return texts.found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_passes_are_those_that_are_launched(kind: str, tmp_path: Path, recorder: Recorder) -> None:
     recorded, launched = both(kind, tmp_path)
@@ -157,6 +158,7 @@ def test_a_pass_that_cannot_be_recorded_is_launched(tmp_path: Path, recorder: Re
         assert (own - other).abs().max() < 1e-11
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("recorded", "each", "limit"), [(True, 10, 47), (False, 37, 119)])
 def test_a_pass_is_ten_launches(
     recorded: bool, each: int, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

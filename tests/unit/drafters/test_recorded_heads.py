@@ -34,6 +34,7 @@ def medusas(folder: Path) -> list[tuple[Engine, Medusa]]:
     return made
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [None, TEMPERED, SamplingParams(temperature=1.7, seed=9)])
 def test_guesses_are_those_that_are_launched(
     sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +64,7 @@ def test_guesses_are_those_that_are_launched(
     assert compared[0] > 60
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("filtered", [False, True])
 def test_what_filters_is_launched(filtered: bool, tmp_path: Path, recorder: Recorder, monkeypatch: Any) -> None:
     """A draw under ``top_p`` is ranked by operations that no graph has."""
@@ -80,6 +82,7 @@ def test_what_filters_is_launched(filtered: bool, tmp_path: Path, recorder: Reco
     assert (asked[0] == 0) == filtered
 
 
+@pytest.mark.slow
 def test_a_warm_up_records_them(tmp_path: Path, recorder: Recorder) -> None:
     engine, _ = medusas(tmp_path)[0]
     engine.warm_up(2)
@@ -89,6 +92,7 @@ def test_a_warm_up_records_them(tmp_path: Path, recorder: Recorder) -> None:
     assert len(recorder.made) == made
 
 
+@pytest.mark.slow
 def test_guesses_that_cannot_be_recorded_are_launched(tmp_path: Path, recorder: Recorder) -> None:
     engine, drafter = medusas(tmp_path)[0]
     engine.target.warm_up(16, sequences=1, taps=drafter.taps)  # type: ignore[attr-defined]

@@ -262,6 +262,7 @@ def test_the_room_and_the_depth_are_kept() -> None:
     assert len(session.propose(64)) == len(session.propose(1)) == 1
 
 
+@pytest.mark.slow
 def test_more_is_accepted_than_with_another_s_noise() -> None:
     """Of the same sampled texts, whose tokens none of this may change."""
     chosen = SamplingParams(temperature=1.0)

@@ -25,6 +25,7 @@ from tests.unit.drafters.test_token_recycling import context_of
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=30)
 
 
+@pytest.mark.slow
 @given(ROWS, st.integers(1, 12), st.data())
 def test_frequent_prefixes_against_counting(rows: list[list[int]], count: int, data: st.DataObject) -> None:
     for row in rows:  # some end early
@@ -52,6 +53,7 @@ def test_draft_is_what_followed_the_longest_suffix(tmp_path: Path) -> None:
     assert (list(draft.tokens), list(draft.parents)) == ([2, 3, 8, 4], [-1, 0, 0, 1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strides", [(1, 1, 1, 1, 1, 1, 1), (2, 1, 3, 1), (4, 3)])
 def test_a_session_finds_what_a_fresh_one_does(tmp_path: Path, strides: tuple[int, ...]) -> None:
     """It looks for no longer suffixes than the text can have by now; a longer one may come after a short one."""

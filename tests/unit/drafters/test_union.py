@@ -157,6 +157,7 @@ def paths_of(draft: Draft) -> list[tuple[int, ...]]:
     return paths
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(parts(), min_size=2, max_size=3), st.sampled_from([2, 64]))
 def test_the_tree_is_what_its_parts_propose(some: list[Fixed], rows: int) -> None:
@@ -202,6 +203,7 @@ def test_a_chain_by_itself_is_placed_as_any_tree_is(match: int, faint: float) ->
         assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(parts(), st.lists(st.integers(3, 4), min_size=1, max_size=4), st.sampled_from([0.0, 0.2]))
 def test_rows_behind_what_was_emitted_are_judged_by_what_came(part: Fixed, text: list[int], least: float) -> None:
@@ -222,6 +224,7 @@ def test_rows_behind_what_was_emitted_are_judged_by_what_came(part: Fixed, text:
     assert noted == due
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["acceptance", "off"])
 def test_a_part_whose_rows_do_not_pay_is_tried_now_and_then(policy: str) -> None:
     truth = Oracle([*PROMPT, *greedy("llama", PROMPT, 150)], 32, deepest=1, steady=True)
@@ -388,6 +391,7 @@ NESTED: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["union", "auto"])
 @pytest.mark.parametrize("parts", NESTED.values(), ids=NESTED)
 def test_unions_within_unions_change_no_token(name: str, parts: list[Any]) -> None:

@@ -77,6 +77,7 @@ def test_numbers_and_ranks() -> None:
     assert ranks_of(guess, torch.tensor([2, -1])).tolist() == [1, 3]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("execution", ["transformers", "native"])
 @pytest.mark.parametrize("kind", ["plain", "capped", "biased"])
 def test_a_slice_of_the_head_says_what_the_head_says(execution: str, kind: str) -> None:
@@ -163,6 +164,7 @@ def test_reject_is_exact_whatever_is_left_out(tokens: list[int], shape: str) -> 
     assert max(abs(found[text] - expected[text]) for text in expected) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("eta", [0.0, None])
 def test_sampled_texts_have_the_models_distribution(tmp_path: Path, eta: float | None) -> None:
     target, model = five_token_target()

@@ -33,6 +33,7 @@ def oracle(new: int, family: str = "mistral") -> Oracle:
     return Oracle([*PROMPT, *greedy(family, PROMPT, new)], VOCAB)
 
 
+@pytest.mark.slow
 def test_rolling_buffer_stays_and_is_exact() -> None:
     """Eight windows' length of text, in trees, in the bytes of one."""
     short, long = 8 * WINDOW, 16 * WINDOW
@@ -92,6 +93,7 @@ def test_commit_gathers_rows_that_lie_apart() -> None:
             assert tensor[0, 1, cache.groups[0].index((seen.start, seen.stop)), 3].tolist() == expected[seen.start :]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "attention"), each_once(["llama", "mistral", "gemma2"], ["sdpa", "split", "auto"]))
 def test_chunks_of_the_prompt_change_nothing(family: str, attention: str) -> None:
     prompt = prompt_of(61)
@@ -136,6 +138,7 @@ def peak(family: str, attention: str, size: int, chunk: int) -> int:
     return largest.nbytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "attention"),
     [("mistral", "sdpa"), ("mistral", "split"), ("mistral", "auto"), ("llama", "split")],

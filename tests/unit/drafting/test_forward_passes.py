@@ -90,6 +90,7 @@ class Calls(Counter[str]):
         return dict(self)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kangaroo", "draft_model", "medusa", "union"])
 def test_four_sequences_take_the_passes_of_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("llama")
@@ -103,6 +104,7 @@ def test_four_sequences_take_the_passes_of_one(name: str, tmp_path: Path, monkey
     assert all(all_of_them[part] < 2 * max(own[part] for own in each) for part in one)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("name", ["kangaroo", "draft_model"])
 def test_what_is_drawn_from_waits_for_nobody_unless_rows_round_alike(
@@ -129,6 +131,7 @@ def same(found: Sequence[Generation], expected: Sequence[Generation]) -> bool:
     ]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "dtype"), each_once(["kangaroo", "draft_model", "medusa", "union"], [torch.float32, torch.bfloat16])
@@ -150,6 +153,7 @@ def test_native_drafts_are_those_of_one_by_one(name: str, dtype: torch.dtype, tm
             assert name in ("medusa", "union") or same(found, expected), (sampling, batch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["kangaroo", "draft_model", "medusa"])
 def test_answers_go_to_who_asked(name: str, tmp_path: Path) -> None:
     """In float64 the same drafts are accepted as by itself, so that nobody drafts with another's numbers."""

@@ -35,6 +35,7 @@ def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path, value: float) 
         Engine(target_of("llama"), None, drafter)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", [1e30, 3e38])
 @pytest.mark.parametrize("variant", ["attention", "layer", "head"])
 def test_an_adapter_that_overflows_drafts_nothing(tmp_path: Path, variant: str, value: float) -> None:
@@ -54,6 +55,7 @@ def test_lookahead_of_any_size_ends(size: str) -> None:
     assert engine.generate(PROMPT, NEW).token_ids == greedy("llama", PROMPT, NEW)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("scale", "tree"), [(1e10, None), (1e30, None), (1e37, [[0], [1], [0, 0]])])
 def test_heads_that_overflow_change_no_token(tmp_path: Path, scale: float, tree: list[list[int]] | None) -> None:
     """Alone and as a part, of all heads or of all but the first, which may guess on."""
@@ -73,6 +75,7 @@ def test_heads_that_overflow_change_no_token(tmp_path: Path, scale: float, tree:
             assert len(engine.generate(PROMPT, 8, params).token_ids) == 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("widths", [[], [2, 2]])
 def test_a_draft_model_that_says_no_number_changes_no_token(value: float, widths: list[int]) -> None:

@@ -341,6 +341,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         Engine(counting(), max_rows=8).generate_batch(**{"prompts": [[1], [2]], **options})
 
 
+@pytest.mark.slow
 def test_stops_and_streams_add_up(tiny_engine: Engine) -> None:
     prompts = ["import re\nimport", "def add(a, b):\n", "class A:\n"]
     stops = [["\n"], ["return", "("], ["\n\n"]]
@@ -382,6 +383,7 @@ def test_drawn_drafts_do_not_depend_on_the_neighbours() -> None:
     assert len({rows for one in found for rows in one.stats.rows}) > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("acceptance", ["reject", "typical"])
 def test_rules_by_which_chosen_rows_decide_the_text(acceptance: str) -> None:
     """Where they judge rows that were chosen, too, a policy must not look at the batch for any drafter."""
@@ -409,6 +411,7 @@ def test_rows_are_dearer_in_a_crowd() -> None:
     assert policy.row_budget(24, 0) == alone
 
 
+@pytest.mark.few(2)
 @pytest.mark.skipif(native.library() is None, reason="no C compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])

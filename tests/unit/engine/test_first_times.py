@@ -56,6 +56,7 @@ def decisions(
         return [[(step.rows, step.first_time, len(step.tokens)) for step in out.steps] for out in outs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "sampling", "batch"),
     each_once(("token_recycling", "auto", "kangaroo"), (None, SamplingParams(temperature=0.8, seed=1)), (1, 2)),
@@ -72,6 +73,7 @@ def test_a_recording_of_ten_seconds_changes_no_decision(
 WARMED = ("none", "eagle", "dflash", "lookahead", "token_recycling", "medusa", "kangaroo", "draft_model", "auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", WARMED)
 def test_nothing_is_recorded_in_an_answer_after_a_warm_up(
     drafter: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

@@ -79,6 +79,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", WITHOUT_EFFECT)
 def test_what_changes_no_token_is_taken(case: str) -> None:
     assert generate("prompt_lookup", **WITHOUT_EFFECT[case])[0, len(PROMPT) :].tolist() == TEXT
@@ -95,6 +96,7 @@ FOLLOWED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", FOLLOWED)
 def test_what_is_followed(case: str) -> None:
     expected = generate(**FOLLOWED[case])
@@ -167,6 +169,7 @@ def test_a_call_without_generate_is_refused() -> None:
 # -- Masks and criteria ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool, torch.uint8, torch.int32])
 def test_a_mask_of_any_dtype(dtype: torch.dtype) -> None:
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9], dtype=dtype)
@@ -196,6 +199,7 @@ CRITERIA: dict[str, tuple[StoppingCriteria, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("case", CRITERIA)
 def test_a_user_s_own_criteria_of_transformers(case: str) -> None:
     criterion, options = CRITERIA[case]

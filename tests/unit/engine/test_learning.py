@@ -141,6 +141,7 @@ def operations(engine: Engine, sampling: SamplingParams | None, forwards: list[A
 RESTED = ("kangaroo", "medusa", "eagle", "dflash", "token_recycling", "draft_model", "auto", "union")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "sampling"), each_once(RESTED, [None, SamplingParams(temperature=0.8, acceptance="match", seed=1)])
 )
@@ -161,6 +162,7 @@ def test_a_drafter_at_rest_costs_what_none_does(
         assert forwards == expected, options
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("drafter", ["medusa", "kangaroo", "token_recycling", "union"])
 def test_on_a_device_a_drafter_at_rest_copies_what_none_does(
     drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +193,7 @@ def test_on_a_device_a_drafter_at_rest_copies_what_none_does(
         assert copied == expected, options
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "drafter",
     [
@@ -213,6 +216,7 @@ def test_after_a_long_rest_it_drafts_again(drafter: str, tmp_path: Path) -> None
             assert max(found.stats.rows[-20:]) > 1, options
 
 
+@pytest.mark.slow
 def test_after_a_long_rest_a_head_reads_each_token_beside_its_state(tmp_path: Path) -> None:
     """EAGLE's rows read a state and the token behind it: those before the first draft end in the root."""
     target, read = target_of("llama"), list[list[int]]()
@@ -241,7 +245,8 @@ def test_after_a_long_rest_a_head_reads_each_token_beside_its_state(tmp_path: Pa
         assert drafts > 5 or drafter.at_once
 
 
-@pytest.mark.parametrize("drafter", ["medusa", pytest.param("kangaroo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["medusa", "kangaroo"])
 def test_guesses_after_a_long_rest_are_as_good_as_before(drafter: str, tiny_engine: Engine) -> None:
     """Of the heads that come with the embedded model: what they did not see of the text costs few tokens."""
     prompt = "import os\nimport sys\n\n\ndef main():\n"

@@ -53,6 +53,7 @@ def test_only_what_is_new_is_run() -> None:
     assert second.stats.seconds.prefill > 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shared", [0, 1, 5, 16, 17, 19, 20])
 @pytest.mark.parametrize("length", [1, 18, 40])
 def test_any_common_beginning(shared: int, length: int) -> None:
@@ -73,6 +74,7 @@ TEXTS: Sequence[Callable[[Sequence[int], Sequence[int]], Sequence[int]]] = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_and_all(family: str) -> None:
     """Trees with rejected rows write ahead of what they commit: a ring tells whether what is seen is still there."""
@@ -108,6 +110,7 @@ def test_a_ring_knows_of_the_rows_that_were_rejected() -> None:
         cache = another  # a ring that was filled from one has no more than that had
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_edit_further_up_after_a_reuse(family: str) -> None:
     """A cache that was filled from another one holds what was copied, and no more; of a ring that is all there was."""
@@ -154,6 +157,7 @@ def test_a_ring_s_other_slots_hold_numbers() -> None:
         assert group.values.isfinite().all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drafter", matrix(drafter_names(), first=FEW))
 def test_a_drafter_takes_the_steps_that_it_would_take_without(drafter: str, tmp_path: Path) -> None:
     """Those that read hidden states get them for the tokens that are not run again."""
@@ -199,6 +203,7 @@ def test_hidden_states_of_a_step_that_was_missed(monkeypatch: pytest.MonkeyPatch
     assert engine.generate(decoding.tokens, 1, prefix_cache=kept).stats.reused_tokens == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("mistral", torch.bfloat16)])
 def test_native_layers_keep_every_bit(family: str, dtype: torch.dtype) -> None:
@@ -255,6 +260,7 @@ def _factor(model: Any) -> None:
     model.model.layers[1].self_attn.scaling *= 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [_weight, _embedding, _hook, _factor])
 def test_a_model_that_was_changed_begins_anew(change: Callable[[Any], None]) -> None:
     """The model's own modules follow edits; keys and values from before would not."""

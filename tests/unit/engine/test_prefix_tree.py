@@ -141,6 +141,7 @@ def test_a_text_that_was_left_in_the_middle_is_kept_as_far_as_it_came() -> None:
     assert reused(engine, tree, text) == len(SYSTEM) + 1
 
 
+@pytest.mark.slow
 def test_requests_that_run_together_share_one_tree(tiny_engine: Engine) -> None:
     """Cancelled ones too; the second round runs no more than the ends."""
     tree, system = PrefixTree(LARGE), "You are a careful assistant. " * 4
@@ -180,6 +181,7 @@ def test_requests_that_come_together_have_what_the_first_one_ran() -> None:
             assert all(done[place].stats.reused_tokens >= 150 for place in range(1, 6))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_go_on_from_the_longest_beginning_whose_keys_are_there(family: str) -> None:
     target, prompt, tree = target_of(family), prompt_of(30), PrefixTree(LARGE)

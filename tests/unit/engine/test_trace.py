@@ -97,6 +97,7 @@ def test_a_stop_token_within_a_draft() -> None:
     assert [step.trace.tokens[row] for row in step.trace.path] == TEXT[2:6]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("drafter", "temperature"), turns(drafter_names(), [0.0, 0.8], first=(*FEW, "union")))
 def test_every_drafter_s_traces_fit_its_steps(drafter: str, temperature: float, tmp_path: Path) -> None:
     """And change nothing; alone and in a batch, where one rests too."""

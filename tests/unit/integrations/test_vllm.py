@@ -89,6 +89,7 @@ def test_a_recorded_run() -> None:
     assert all(type(token) is int for draft in batch.drafts(proposer).values() for token in draft)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_that_move_are_drafted_for_as_those_that_stay(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever row a request is in, its draft follows from its own text; and no text is read twice."""
@@ -236,6 +237,7 @@ def test_vllm_is_not_imported() -> None:
     assert Proposer(made).config.adapt
 
 
+@pytest.mark.slow
 def test_the_proposer_needs_no_transformers() -> None:
     """vLLM pins a version of its own, so the proposer imports neither it nor accelerate, also when it drafts."""
     code = (

@@ -57,6 +57,7 @@ def text_of(model: Any, **options: Any) -> list[int]:
     return models.reference(getattr(model, "get_base_model", lambda: model)(), PROMPT, NEW, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "tied"), each_once(CONFIGS, (False, True)))
 def test_an_adapter_anywhere_is_followed(name: str, tied: bool) -> None:
     tuned = tuned_model(name, tied=tied)
@@ -91,6 +92,7 @@ SWITCHES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "switch"), each_once(("head", "around the layers", "saved", "tokens"), SWITCHES))
 def test_an_adapter_that_is_switched_after_the_engine_was_built(name: str, switch: str) -> None:
     """Followed, also behind a prefix cache, or refused."""

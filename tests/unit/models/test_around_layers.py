@@ -76,6 +76,7 @@ def loop(**options: Any) -> Any:
     return functools.partial(specdec.custom_generate, **{"policy": "off", **options})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_of_weights_are_followed(kind: str) -> None:
@@ -87,6 +88,7 @@ def test_adapters_of_weights_are_followed(kind: str) -> None:
     assert Engine(TransformersTarget(model), None, "prompt_lookup").generate(PROMPT, NEW).token_ids == expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", {**VIRTUAL, **OF_THE_TEXT})
 @pytest.mark.parametrize("known", [False, True], ids=["", "target is known"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -193,6 +195,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:.*attention_mask")
 def test_what_is_done_around_the_layers_is_refused(change: str) -> None:
@@ -292,6 +295,7 @@ def set_generate(model: Any) -> None:
     model.generate = lambda input_ids, **options: generate((input_ids + 1) % 32, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -33,6 +33,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(("kind", "size", "nested"), KINDS)
 def test_weights_are_those_of_the_definition(kind: str, size: int, nested: bool, tmp_path: Path) -> None:
@@ -46,6 +47,7 @@ def test_weights_are_those_of_the_definition(kind: str, size: int, nested: bool,
     assert_weights_are(tmp_path, expected)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_definition_is_the_package_s_own(tmp_path: Path) -> None:
     """Recorded: the state of `quantize_4bit(torch.randn(16, 64) / 20, blocksize=64, ...)`, and what `dequantize_4bit`
@@ -71,6 +73,7 @@ def test_the_definition_is_the_package_s_own(tmp_path: Path) -> None:
             assert torch.equal(model.state_dict()[place], expected), (kind, in_blocks)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(("kind", "size"), [("nf4", 64), ("int8", 0)])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
@@ -156,6 +159,7 @@ def replaced(name: str, tensor: torch.Tensor) -> Any:
     return lambda tensors: tensors.update({name: tensor})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize(
     ("change", "named"),
@@ -219,6 +223,7 @@ def test_files_with_other_bytes_are_read_or_refused(seeds: range, tmp_path: Path
     assert len(refused) > len(seeds) / 4
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -195,6 +195,7 @@ def edits() -> Iterator[pytest.MonkeyPatch]:
             hooks.clear()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("execution", "edit"), each_once(["transformers", "fused", "native"], EDITS))
 def test_the_text_is_the_changed_models_or_what_changed_is_named(execution: str, edit: str) -> None:
     """With a prefix cache of before as without one."""
@@ -229,6 +230,7 @@ def _kinds(model: Any) -> None:
     model.config.layer_types[0] = "full_attention"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("execution", ["transformers", "native"])
 @pytest.mark.parametrize("edit", [_cap, _window, _kinds])
 def test_what_a_config_says_while_a_model_runs(edit: Callable[[Any], None], execution: str) -> None:
@@ -242,6 +244,7 @@ def test_what_a_config_says_while_a_model_runs(edit: Callable[[Any], None], exec
         engine.generate(PROMPT, 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("execution", ["transformers", "fused", "native"])
 def test_what_changes_no_text_is_let_pass(execution: str, tmp_path: Path) -> None:
     if execution == "native" and library() is None:
@@ -349,6 +352,7 @@ def test_keys_of_another_dtype_are_not_rounded() -> None:
         Block(cache, [1]).store(keys, keys, 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_target_of_a_model_that_another_one_repacked(tied: bool) -> None:

@@ -25,6 +25,7 @@ def engine_of(**options: Any) -> Engine:
     return Engine(TransformersTarget(model))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "sampling", "named"),
     [

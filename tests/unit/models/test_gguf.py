@@ -38,6 +38,7 @@ def test_weights_are_those_of_the_file(file: Path, dtype: str, loaded: torch.dty
     assert getattr(model.config, "quantization_config", None) is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q5_1"])
 def test_quantised_weights_are_held_in_bfloat16(tmp_path: Path, kind: str) -> None:
     """Those of a file; transformers itself knows no Q5, the package gguf does."""
@@ -253,6 +254,7 @@ _REFUSED = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("values", "message"), _REFUSED)
 def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     """By name, with what to do; another tokenizer may be given."""

@@ -39,6 +39,7 @@ def dense(file: Path, dtype: str = "float32") -> Any:
     return load_model(file, dtype=dtype, device=None, device_map=None, trust_remote_code=False)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("family", "tied"), [*((family, False) for family in FAMILIES), ("llama", True)])
@@ -60,6 +61,7 @@ def test_weights_are_those_that_transformers_makes(family: str, tied: bool, dtyp
     assert model.config.to_dict() | PLACE == expected.config.to_dict() | PLACE
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_layers_run_them(family: str, tmp_path: Path) -> None:
@@ -95,6 +97,7 @@ def _logits(target: TransformersTarget) -> torch.Tensor:
     return found
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("kind", FORMATS)
 def test_plain_decoding_is_the_same_in_any_company(kind: str, tmp_path: Path) -> None:
@@ -107,6 +110,7 @@ def test_plain_decoding_is_the_same_in_any_company(kind: str, tmp_path: Path) ->
     assert len(set(plain)) > 5
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("kind", FORMATS)
 def test_rows_in_bytes_are_another_model_and_as_exact(kind: str, tmp_path: Path) -> None:
@@ -128,6 +132,7 @@ def test_rows_in_bytes_are_another_model_and_as_exact(kind: str, tmp_path: Path)
             assert batch[0].token_ids == plain.token_ids
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,6 +144,7 @@ def test_rows_in_bytes_pass_the_check_at_load(family: str, dtype: str, tmp_path:
     assert target.plan.others.keys() <= {"fused"}
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(("near", "same"), [(2.0**-21, True), (2.0**-3, False)])
 def test_a_byte_that_another_processor_rounds_otherwise_is_no_other_model(
@@ -178,6 +184,7 @@ def test_rows_in_bytes_need_blocks(tmp_path: Path) -> None:
             target_of(path, activations="int8", **options)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_other_ways_to_run_it_hold(tmp_path: Path) -> None:
     """Asked for by name they have dense weights, and it is said."""
@@ -200,6 +207,7 @@ def test_a_model_in_blocks_has_a_plain_one(tmp_path: Path) -> None:
     assert {name for name, _ in target.named_weights()} == {name for name, _ in expected.named_parameters()}
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("kinds", [("F16", "Q4_0"), ("Q8_0", "F32"), ("Q4_0", "Q4_0", "F16")])
 def test_matrices_of_other_kinds_are_held_as_before(kinds: tuple[str, ...], tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def file_of(path: Path, words: list[str], named: dict[str, int], types: list[int
     return write_family(path, "llama", general=keys, vocabulary=general)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("words", "named"), CASES, ids=str)
 def test_answers_end_where_llama_cpp_s_do(
     words: list[str], named: dict[str, int], llama_cpp: LlamaCpp, tmp_path: Path

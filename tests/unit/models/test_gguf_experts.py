@@ -27,6 +27,7 @@ def target_of(file: Path, **options: Any) -> TransformersTarget:
     return TransformersTarget.from_pretrained(file, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_are_those_of_the_dequantised_model(family: str, tmp_path: Path) -> None:
     """In float32, whose blocks stand for the very weights that are dequantised."""
@@ -45,6 +46,7 @@ def test_texts_are_those_of_the_dequantised_model(family: str, tmp_path: Path) -
     assert told["model"]["parameters"] == dense.describe()["model"]["parameters"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("activations", ["default", "int8"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,6 +63,7 @@ def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(
         torch.set_num_threads(before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kinds", [("F16",), ("Q8_0", "F32"), ("F32", "Q4_0", "Q4_0")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_of_other_kinds_are_held_as_before(family: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
@@ -83,6 +86,7 @@ def test_more_experts_of_a_row_than_there_are_are_refused(tmp_path: Path) -> Non
             target_of(file, execution=execution)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_without_some_experts_is_refused_by_name(family: str, tmp_path: Path) -> None:
     file = quantised_file(tmp_path / "small.gguf", family=family)

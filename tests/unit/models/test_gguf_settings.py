@@ -31,6 +31,7 @@ def own_logits(file: Path) -> torch.Tensor | None:
         return None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_logits_are_llama_cpp_s(family: str, llama_cpp: LlamaCpp, tmp_path: Path) -> None:
     file = write_family(tmp_path / "a.gguf", family)
@@ -66,6 +67,7 @@ _READ: list[tuple[str, Said]] = [  # what moves llama.cpp's logits, and is read 
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "settings"), _READ, ids=str)
 def test_settings_are_read(family: str, settings: Said, llama_cpp: LlamaCpp, tmp_path: Path) -> None:
     plain = write_family(tmp_path / "a.gguf", family)
@@ -96,6 +98,7 @@ _REFUSED: list[tuple[str, Said, str]] = [  # what moves llama.cpp's logits or is
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "settings", "message"), _REFUSED, ids=str)
 def test_settings_are_refused_by_name(
     family: str, settings: Said, message: str, llama_cpp: LlamaCpp, tmp_path: Path
@@ -137,6 +140,7 @@ def known_keys() -> list[str]:
     return sorted({key.removeprefix("{arch}.") for key in keys if key.count("{") == 1})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_settings_that_an_architecture_does_not_read_change_nothing(
     family: str, llama_cpp: LlamaCpp, tmp_path: Path
@@ -178,6 +182,7 @@ _TENSORS: list[tuple[str, dict[str, tuple[int, ...] | None], str]] = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("family", "tensors", "message"), _TENSORS, ids=str)
 @pytest.mark.parametrize("device_map", [None, "auto"])
 def test_tensors_that_are_not_read_are_refused(

@@ -64,6 +64,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", KINDS)
 def test_a_file_that_is_no_object(folder: Path, name: str, text: str) -> None:
@@ -193,6 +194,7 @@ def test_a_config_that_transformers_stumbles_over(folder: Path, changes: dict[st
     assert message in said
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -258,6 +260,7 @@ def test_an_index_that_is_no_object(folder: Path, text: str) -> None:
     assert str(folder / "model.safetensors.index.json") in refusal(folder, CheckpointError)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
 def test_weights_that_are_no_numbers_are_named(folder: Path, name: str, value: float) -> None:
@@ -303,6 +306,7 @@ def test_a_tokenizer_of_another_model(good: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "changes", [{"model": {"type": "nosuch"}}, {"model": None}, {"added_tokens": 3}, {"decoder": 3}]
 )

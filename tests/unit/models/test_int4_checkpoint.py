@@ -27,6 +27,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(("method", "group_size", "sym", "settings"), KINDS)
 def test_weights_are_those_of_the_definition(
@@ -40,6 +41,7 @@ def test_weights_are_those_of_the_definition(
     assert_weights_are(tmp_path, expected)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
@@ -82,6 +84,7 @@ def test_shards_and_zero_biases(tmp_path: Path) -> None:
         assert torch.equal(weight, expected[name]), name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "settings", "named"),
     [
@@ -124,6 +127,7 @@ def _permute(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{PLACE}.g_idx"] = tensors[f"{PLACE}.g_idx"].flip(0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize(
     ("change", "named"),
@@ -190,6 +194,7 @@ def test_a_last_group_may_be_smaller(tmp_path: Path) -> None:
         load(tmp_path / "part")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -56,6 +56,7 @@ def new_model(kind: str, **options: Any) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "options", "windows"),
     [

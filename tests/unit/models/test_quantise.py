@@ -24,7 +24,8 @@ def load(place: str | Path, dtype: str = "float32") -> Any:
     return load_model(place, dtype=dtype, device=None, device_map=None, trust_remote_code=False)
 
 
-@pytest.mark.parametrize("kind", ["q4_0", pytest.param("q8_0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
 def test_a_model_is_written_and_read_again(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     quantise_model("tiny", kind, file)
@@ -117,6 +118,7 @@ def test_all_ends_are_written(tmp_path: Path) -> None:
     assert load(file).generation_config.eos_token_id == [1, 7, 9]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

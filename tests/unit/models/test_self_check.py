@@ -13,6 +13,7 @@ from specdec import TransformersTarget
 from tests.models import new_model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_model_that_runs_its_layers_otherwise_is_not_walked(dtype: torch.dtype) -> None:
     """All but the first one are run in the reverse order, so that nothing but the logits can tell."""

@@ -34,6 +34,7 @@ def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: An
     return TransformersTarget(new_model(family, dtype, **changes), execution="native", owned=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chosen", [1, 2, 7])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str, chosen: int) -> None:
@@ -62,6 +63,7 @@ def test_layers_with_and_without_experts_go_in_one_call() -> None:
     assert Engine(target, drafter="lookahead").generate(models.prompt_of(7), 30).token_ids == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("norm_topk", [False, True])
 def test_shares_of_a_row_s_experts_add_up_to_one_where_the_router_says_so(norm_topk: bool) -> None:
     model = new_model("qwen3_moe", norm_topk_prob=norm_topk)
@@ -71,6 +73,7 @@ def test_shares_of_a_row_s_experts_add_up_to_one_where_the_router_says_so(norm_t
     assert models.reference(new_model("qwen3_moe", norm_topk_prob=not norm_topk), models.prompt_of(7), 30) != expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,6 +104,7 @@ def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
 # The model that they replace the weights of.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_weights_stand_in_the_place_of_experts(family: str, tmp_path: Path) -> None:
     """Where the model is specdec's own; it still computes, saves and copies what it did."""
@@ -153,6 +157,7 @@ def choose_more(model: Any) -> None:
     model.model.layers[0].mlp.gate.top_k = 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("edit", [edit_an_expert, edit_a_router, choose_more])
 def test_an_edit_after_the_engine_was_built_is_refused(edit: Callable[[Any], None]) -> None:
     model, prompt = new_model("mixtral"), models.prompt_of(7)
@@ -181,6 +186,7 @@ def other_gate(mlp: Any) -> None:
     mlp.experts.act_fn = nn.GELU()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -203,6 +209,7 @@ def test_a_changed_layer_is_run_by_its_own_module(change: Callable[[Any], None],
 # The check at load.
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", ["an expert more", "shares", "an expert's weights"])
 def test_experts_that_differ_are_not_taken(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +229,7 @@ def test_experts_that_differ_are_not_taken(fault: str, dtype: torch.dtype, monke
     assert target.runner.name == "transformers"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "seed"), [("mixtral", 5), ("qwen3_moe", 11)])
 def test_experts_that_rounding_chooses_otherwise_are_not_taken_for_wrong(family: str, seed: int) -> None:
     """On the tokens of the check, a row of these models has another expert by one rounding than by another."""

@@ -78,6 +78,7 @@ def target_of(dtype: torch.dtype, family: str = "llama") -> TransformersTarget:
     return TransformersTarget(models.new_model(family, dtype, **SIZES), execution="native")
 
 
+@pytest.mark.slow
 def test_this_library_s_products_do_not_vary() -> None:
     assert invariance._varying() == []
 
@@ -187,6 +188,7 @@ def _full(path: Path) -> Any:
     raise OSError(28, "No space left on device", str(path))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("mixtral", torch.bfloat16)]
 )

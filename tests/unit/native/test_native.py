@@ -28,6 +28,7 @@ from specdec.step.tree import Draft, Entry
 from specdec.target import FINAL
 from tests import models, seam
 from tests.sums import InOrder, rounding_of
+from tests.tiers import once
 from tests.unit.drafters.test_kangaroo import guess_on
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -70,6 +71,7 @@ def weight_of(dtype: torch.dtype, values: str, inputs: int = 530) -> torch.Tenso
     return weight.to(dtype)
 
 
+@pytest.mark.few(4)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "few", "many"])
@@ -90,6 +92,7 @@ def test_a_row_s_product_does_not_depend_on_the_others(inputs: int, dtype: torch
         assert torch.equal(product.add(rows[-count:], residual[-count:]), onto[-count:]), count
 
 
+@pytest.mark.few(9)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("inputs", [530, 531, 544])
@@ -129,6 +132,7 @@ def test_a_residual_stays_as_it_is() -> None:
     assert torch.equal(residual, before)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("change", "reason"),
@@ -170,6 +174,7 @@ def test_an_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
             embedding(torch.tensor([wrong]))
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
 def test_an_embedding_that_multiplies_and_shares_the_head_s_weight(family: str) -> None:
@@ -190,6 +195,7 @@ def test_an_embedding_that_multiplies_and_shares_the_head_s_weight(family: str) 
     assert Engine(target, drafter="lookahead").generate(prompt, 40).token_ids == models.reference(plain, prompt, 40)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_that_of_generate(family: str) -> None:
@@ -209,6 +215,7 @@ def test_a_float32_row_of_any_numbers_is_multiplied_as_it_is(number: float) -> N
     torch.testing.assert_close(found, torch.full((7, 32), number), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -241,6 +248,7 @@ def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(
                     assert torch.equal(output.taps[2][0], logits.taps[2][row]), (length, row)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize(
@@ -280,6 +288,7 @@ def test_a_walk_in_two_parts_is_the_whole_walk_bit_for_bit(dtype: torch.dtype) -
     assert torch.equal(found, expected)
 
 
+@pytest.mark.few(3)
 @needs_compiler
 @pytest.mark.parametrize("top_k", [0, 20])
 @pytest.mark.parametrize("vocab", [64, 101])
@@ -322,6 +331,7 @@ def test_tokens_are_embedded_in_the_same_call(dtype: torch.dtype) -> None:
                 own.run([3, none])
 
 
+@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -423,6 +433,7 @@ def test_a_draw_is_uneven_wherever_its_best_tokens_lie() -> None:
             assert noise.drawn(rounded, position) == winner
 
 
+@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -452,6 +463,7 @@ def test_what_comes_next_is_drawn_with_the_logits(dtype: torch.dtype, threads: i
         torch.set_num_threads(before)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "token_recycling"])
 def test_no_second_look_is_taken_for_the_first_draw(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,6 +551,7 @@ def test_an_adapter_s_layer_and_head_are_one_call(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, expected, **({} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.2}))
 
 
+@pytest.mark.few(3)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -557,6 +570,7 @@ def test_what_is_no_number_spreads_as_in_the_model(dtype: torch.dtype) -> None:
     assert torch.equal(found[1][:2], found[0][:2])
 
 
+@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -575,6 +589,7 @@ def test_threads_change_nothing(rows: int, dtype: torch.dtype) -> None:
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -595,10 +610,10 @@ def test_a_prefill_s_rows_are_those_of_one_by_one(family: str, heads: tuple[int,
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(("family", "heads"), once(["llama", "mistral", "gemma2"], HEADS))
 def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> None:
     """As near to what float64 says as transformers' own layers are whose sums run in order; in bfloat16 nearer."""
     tokens = models.prompt_of(70)

@@ -210,6 +210,7 @@ print(native.products(), native.digest_of_library())
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_process_that_is_lent_no_tiles_multiplies_by_vectors() -> None:
     """It would be killed for any instruction on them. oneDNN, which asks for them too, is told not to."""
@@ -244,6 +245,7 @@ def linked(library: Path, planted: Path) -> None:
     library.symlink_to(planted)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("harm", "message"),
@@ -288,6 +290,7 @@ def test_a_library_without_its_functions_is_built_anew(fresh: Path, compiled: li
     assert (fresh / "ran").exists()  # as its hash was right; so the mark can be seen
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -65,6 +65,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     return made
 
 
+@pytest.mark.slow
 @given(case=cases())
 @settings(max_examples=80)
 def test_rows_see_their_ancestors_and_the_window(flash: list[tuple[int, int, bool]], case: Case) -> None:

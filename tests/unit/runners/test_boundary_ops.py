@@ -50,6 +50,7 @@ def new_model(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> 
     return random_weights(getattr(transformers, f"{kind}ForCausalLM")(config), dtype)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "options", "told"),
@@ -89,6 +90,7 @@ class Changed(LlamaForCausalLM):
         return output
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "steps"),
     [

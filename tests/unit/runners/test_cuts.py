@@ -102,6 +102,7 @@ def by_lot(weight: Any, bucket: int, cut: Any) -> float:
     return 1e-3 + random.Random(repr((weight, bucket, cut))).random() * 1e-3
 
 
+@pytest.mark.slow
 def test_the_fastest_of_the_cuts_is_chosen_for_each_weight_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch, by_lot)
     target = target_of()
@@ -183,6 +184,7 @@ def test_a_cut_of_other_bits_or_none_is_not_chosen_however_fast(monkeypatch: pyt
     assert Engine(target).generate(prompt_of(9), 6).token_ids == text
 
 
+@pytest.mark.slow
 def test_choosing_has_a_budget_and_goes_on_in_the_next_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch, by_lot)
     target = target_of()
@@ -208,6 +210,7 @@ def test_choosing_has_a_budget_and_goes_on_in_the_next_warm_up(monkeypatch: pyte
     assert spent[-1] == 0
 
 
+@pytest.mark.slow
 def test_choices_are_kept_for_the_next_load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     device = Device(monkeypatch, by_lot)
     first = target_of()
@@ -249,6 +252,7 @@ def damaged(text: str, weight: Any) -> dict[str, tuple[str | bytes, str]]:
     }
 
 
+@pytest.mark.slow
 def test_a_file_that_is_broken_or_foreign_is_ignored(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     Device(monkeypatch, by_lot)
     target = target_of()

@@ -83,6 +83,7 @@ class Both:
             own.commit(path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_steps_are_those_that_are_launched(family: str, recorder: Recorder) -> None:
     """Chains and trees on both sides of the buckets' borders, after texts on both sides of a window and of a growth."""
@@ -137,6 +138,7 @@ def test_layers_in_parts(recorder: Recorder) -> None:
     assert found[0][1].taps.keys() == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "sampling"), turns(drafter_names(), [None, SAMPLED, TEMPERED]))
 def test_texts_are_those_of_steps_that_are_launched(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, recorder: Recorder
@@ -173,6 +175,7 @@ def test_one_graph_does_for_two_engines_and_for_texts_that_alternate(recorder: R
     assert len(recorder.made) == made
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "family", "sampling"),
     turns(
@@ -201,6 +204,7 @@ def test_texts_of_a_batch_are_those_of_each(
     assert any(replays > 3 for replays in recorder.replays.values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("drafter", "mixed"), [("none", True), ("prompt_lookup", False), ("medusa", False)])
 def test_the_head_argmax_and_draws_are_in_the_graph(
     drafter: str, mixed: bool, tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
@@ -234,6 +238,7 @@ def test_the_head_argmax_and_draws_are_in_the_graph(
     assert any(drawn) == mixed
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pages", [True, False])
 @pytest.mark.parametrize("drafter", ["token_recycling", "medusa", "kangaroo"])
 @pytest.mark.parametrize("sampling", [None, TEMPERED, SAMPLED])
@@ -282,6 +287,7 @@ def test_the_walk_and_the_commit_are_in_the_graph(
         assert by_graph or drafter != "token_recycling"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "family", "sampling"),
     turns(drafter_names(), ["llama", "mistral"], [None, SAMPLED], first=["token_recycling"]),
@@ -313,6 +319,7 @@ def test_texts_in_pages_are_plain_decoding_s(
     assert target.describe()["execution"]["cache"] == "in pages of 64 tokens; 0 of 0 in use, 0.0 MB"
 
 
+@pytest.mark.slow
 def test_requests_wait_for_pages(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what all texts may still become, so that none finds no page in its middle; one that is alone does not wait."""
     target = fused(new_model("llama", torch.float64, **SIZES))

@@ -50,6 +50,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=1)
 
 
 # The noise is some twenty operations, on one row of the vocabulary each. A graph is one launch, and six serve it.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("attention_name", "sampling", "limit"),
     [("flash", None, 300), ("flash", SAMPLED, 330), ("auto", None, 6), ("auto", SAMPLED, 6)],

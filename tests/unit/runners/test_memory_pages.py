@@ -56,6 +56,7 @@ def test_free_heap_pages_go_back() -> None:
     assert torch.equal(last, torch.ones(4096))
 
 
+@pytest.mark.slow
 def test_what_is_taken_of_huge_pages_lies_apart_and_goes_back() -> None:
     """One after the other, at the beginning of cache lines; more than a chunk at once, too."""
     pages, size = HugePages(), 40 << 20
@@ -71,6 +72,7 @@ def test_what_is_taken_of_huge_pages_lies_apart_and_goes_back() -> None:
     assert resident("") <= before - size
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
 def test_a_loaded_checkpoint_is_not_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file leaves memory layer by layer as its weights are packed."""
@@ -109,6 +111,7 @@ def resident(name: str) -> int:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("execution", ["auto", "fused"])
 def test_a_loaded_target_still_has_its_weights(execution: str, tmp_path: Path) -> None:
     """Wide enough for whole pages to go."""

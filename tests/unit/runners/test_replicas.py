@@ -82,6 +82,7 @@ def dropping(model: Any) -> Any:
     return model.train()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("beside", [in_a_thread, lambda work: work()], ids=["in a thread", "in a callback"])
 def test_plain_calls_while_a_target_decodes(attention: str, beside: Callable[..., Any]) -> None:
@@ -118,6 +119,7 @@ def test_a_mode_that_changes_in_mid_text_is_not_the_text_s() -> None:
     assert engine.generate(PROMPT, NEW, on_step=lambda _: dropping(model)).token_ids == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["processor", "criterion"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_plain_calls_inside_callbacks_of_custom_generate(attention: str, place: str) -> None:
@@ -156,6 +158,7 @@ class Interrupted(nn.Module):
         return output
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_plain_calls_while_a_target_is_made(dtype: torch.dtype) -> None:
     """At every forward by which a model is looked at: with hooks, described masks, and weights in float32."""
@@ -287,6 +290,7 @@ EDITS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_edits_between_generations_are_followed(edit: Callable[[Any], None]) -> None:
     """With one row a step, so that what counts calls counts them as plain decoding does."""

@@ -17,6 +17,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_m
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "rope", "context"),
     [

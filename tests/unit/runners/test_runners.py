@@ -48,6 +48,7 @@ def storages(model: nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
     return {name: (value.data_ptr(), value.detach().clone()) for name, value in model.named_parameters()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "attention"), each_once(KNOWN, ["sdpa", "split"]))
 def test_fused_text_is_that_of_generate(family: str, attention: str) -> None:
     model = models.new_model(family)
@@ -60,6 +61,7 @@ def test_fused_text_is_that_of_generate(family: str, attention: str) -> None:
         assert Engine(target, drafter=drafter).generate(prompt, 60).token_ids == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("execution", ["transformers", "fused", "native"])
 def test_a_model_that_is_handed_in_is_left_as_it_is(execution: str) -> None:
     if execution == "native" and library() is None:
@@ -212,6 +214,7 @@ def test_a_changed_layer_is_run_by_its_own_module(change: Callable[[Any], None])
         TransformersTarget(model, execution="native")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peft_s_lora_is_followed_and_stays_in_the_model(dtype: torch.dtype) -> None:
     model, prompt = models.new_model("llama", dtype, **SIZES), models.prompt_of(7)
@@ -324,6 +327,7 @@ def hook_a_layer(model: Any) -> None:
 EDITS = [edit_a_norm, edit_the_last_norm, load_another_state, put_a_parameter, put_a_module, hook_a_layer, *HELD]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("execution", "edit"), each_once(["transformers", "fused", "native"], EDITS))
 def test_an_edit_after_the_engine_was_built_is_followed_or_refused(execution: str, edit: Callable[[Any], None]) -> None:
     if execution == "native" and library() is None:
@@ -362,6 +366,7 @@ class Wrong(FusedLayer):
         return residual + 1.1 * (super().__call__(residual, *arguments) - residual)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_runner_that_differs_is_not_taken(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "FusedLayer", Wrong)
@@ -388,6 +393,7 @@ def test_a_runner_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert target.runner.name == "transformers"
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_layers_that_differ_are_not_taken(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,6 +549,7 @@ def test_the_model_s_own_generate_works_between_and_after_generations() -> None:
     assert models.reference(model, prompt, 20) == expected
 
 
+@pytest.mark.slow
 def test_four_threads_share_one_target() -> None:
     model = native_model()
     target, own = TransformersTarget(model), model.config._attn_implementation
@@ -591,6 +598,7 @@ def test_two_targets_of_one_model_decode_at_once() -> None:
     assert TransformersTarget(model).runner.name == "transformers"
 
 
+@pytest.mark.slow
 def test_a_target_that_is_gone_does_not_keep_the_model() -> None:
     model = native_model().train()
     with TransformersTarget(model).active():

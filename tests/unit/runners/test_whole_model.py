@@ -69,6 +69,7 @@ def target_of(kind: str) -> TransformersTarget:
     return TransformersTarget(model_of(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_the_model_s_own(kind: str) -> None:
     prompt = prompt_of(40)
@@ -80,6 +81,7 @@ def test_texts_are_the_model_s_own(kind: str) -> None:
         assert engine.generate(prompt, 30).token_ids == expected, drafter
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_prefixes_and_draws_are_plain_decoding_s(kind: str) -> None:
     target, sampling = target_of(kind), SamplingParams(temperature=0.9, seed=3)

@@ -10,6 +10,7 @@ from specdec.errors import ConfigError
 from tests.models import model_of, prompt_of, target_of
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "lookahead"])
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_logprobs_are_a_plain_forward_s(drafter: str, temperature: float) -> None:

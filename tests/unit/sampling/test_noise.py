@@ -47,6 +47,7 @@ def test_gumbel_law(seed: int, stream: int) -> None:
         assert kstest(numbers, "gumbel_r").pvalue > ALARM
 
 
+@pytest.mark.slow
 def test_gumbel_law_over_positions_and_seeds() -> None:
     """One token's numbers are as good as one position's."""
     noise = Noise(3, 2, CPU)
@@ -108,6 +109,7 @@ def test_noise_has_no_state() -> None:
     assert torch.equal(Noise(11, 64, CPU).gumbel(4), first[:64]), "a token's number must not depend on the vocabulary"
 
 
+@pytest.mark.slow
 def test_draw_follows_the_probabilities() -> None:
     probabilities = torch.tensor([0.0, 2.0, 1.0, 1.0])  # unnormalised
     counts = torch.zeros(4)

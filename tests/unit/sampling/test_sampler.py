@@ -133,6 +133,7 @@ def test_greedy_reads_no_nan() -> None:
         Scores(logits).argmax(0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "params",
     [

@@ -205,6 +205,7 @@ TABLES: dict[str, tuple[Table, Table]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tables", TABLES)
 def test_reject_keeps_the_joint_distribution(tables: str, shape: str) -> None:
@@ -213,6 +214,7 @@ def test_reject_keeps_the_joint_distribution(tables: str, shape: str) -> None:
     assert max(abs(found[text] - expected[text]) for text in expected) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("vocab", "widths"), [(4, (1, 1, 1)), (4, (2, 1)), (4, (4,)), (4, (3,)), (5, (1, 2)), (5, (3,)), (5, (5,))]
 )
@@ -222,6 +224,7 @@ def test_reject_on_larger_vocabularies(vocab: int, widths: tuple[int, ...]) -> N
     assert max(abs(found[text] - expected[text]) for text in expected) < 1e-12
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tables", ["smooth", "p without some", "equal"])
 def test_match_keeps_the_joint_distribution(tables: str, shape: str) -> None:

@@ -219,14 +219,10 @@ def written_by(template: str, calls: list[tuple[str, Any]], tokenizer: Any) -> s
     return text[len(before) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "end"),
-    [
-        pytest.param("chatml", "<|im_end|>\n", marks=pytest.mark.slow),
-        pytest.param("llama3", "<|eot_id|>", marks=pytest.mark.slow),
-        pytest.param("mistral", "<|end|>", marks=pytest.mark.slow),
-        ("", "\n"),
-    ],
+    [("chatml", "<|im_end|>\n"), ("llama3", "<|eot_id|>"), ("mistral", "<|end|>"), ("", "\n")],
 )
 def test_a_call_that_a_template_writes_is_read_back_in_all_cuts(tiny_engine: Engine, name: str, end: str) -> None:
     folder = files("specdec") / "assets" / "chat_templates"

@@ -60,6 +60,7 @@ def test_a_key_is_visible_ascii(key: str, monkeypatch: pytest.MonkeyPatch, tmp_p
         ServeConfig(host="0.0.0.0", api_key_file=str(tmp_path / "key"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -106,6 +107,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(capfd: pytest.CaptureFix
         assert address_of(free) == f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("package", ["uvicorn", "starlette", "prometheus_client", "llguidance"])
 def test_a_missing_package_is_told_with_the_extra(
     package: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

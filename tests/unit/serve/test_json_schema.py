@@ -130,6 +130,7 @@ def test_a_schema_is_followed(grammars: Grammars, schema: Any, right: list[Any],
         assert accepts(grammars, form.grammar, text) is (value in right), text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas_of_clients_are_followed(grammars: Grammars, name: str) -> None:
     schema, fits = SCHEMAS[name]

@@ -223,6 +223,7 @@ def test_what_numpy_gives_is_taken() -> None:
 # -- Logits processors -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -447,6 +448,7 @@ class Duck:
     tokens, parents = (3,), (-1,)
 
 
+@pytest.mark.few(27)
 @pytest.mark.parametrize(
     ("draft", "message"),
     [

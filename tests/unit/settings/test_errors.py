@@ -492,6 +492,7 @@ def test_a_config_without_layer_types_is_known_by_its_options() -> None:
     refuse_unfit("Homemade", SimpleNamespace(layer_types=["full_attention", "sliding_attention"]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -529,6 +530,7 @@ def test_other_models_are_refused(kind: str, options: dict[str, Any], message: s
         TransformersTarget(model_of_kind(kind, **options))
 
 
+@pytest.mark.slow
 def test_models_keep_working_after_a_refusal() -> None:
     """A refused model keeps its own attention."""
     model = model_of_kind("Qwen3Next", **DECODER)

@@ -120,6 +120,7 @@ def test_a_broken_file_is_refused_by_name(kind: str, text: str, folder_of: Calla
 NUMBERS = (None, 10**9, 10**18, 10**30, -1, 0, 1.5, "x", True, [], {}, float("nan"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adapter", "heads", "datastore"])
 def test_a_value_that_cannot_be(kind: str, folder_of: Callable[[str], Path]) -> None:
     """Every key of the file, set to each: an error, before anything of that size is allocated, or the exact text."""
@@ -214,6 +215,7 @@ def test_arrays_that_are_none(name: str, form: str, folder_of: Callable[[str], P
         Datastore(folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drafter", ["rest", "suffix_automaton"])
 def test_tokens_and_suffixes_that_are_none(drafter: str, folder_of: Callable[[str], Path]) -> None:
     """A datastore's arrays are not read as a whole; what is no token ends a draft."""
@@ -253,6 +255,7 @@ def test_curves_of_nonsense(key: str, tmp_path: Path) -> None:
         assert len(str(caught.value)) < 600
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "text",
     [

@@ -65,6 +65,7 @@ def test_there_are_cases() -> None:
     assert len(CASES) > 20
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize(("drafter", "option"), CASES)
 def test_an_option_of_any_value(drafter: str, option: str, tmp_path_factory: pytest.TempPathFactory) -> None:

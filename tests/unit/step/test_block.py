@@ -131,6 +131,7 @@ def test_layout_on_a_ring() -> None:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
 @given(parents=parent_lists(ROWS), length=st.integers(0, 30), data=st.data())
 def test_mask_and_layout_agree_with_a_list(

@@ -62,6 +62,7 @@ def test_memory_follows_the_text_and_not_the_promise() -> None:
     assert decoding.sequence.cache_bytes == 1024 * 3 * 2 * 2 * 8 * 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(library() is None, reason="no C compiler")
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -207,6 +207,7 @@ class Full:
         return self._empty(shape, *more, **options)
 
 
+@pytest.mark.slow
 def test_a_device_without_memory_is_told_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer pages are asked for first, and texts that hang in a cycle are let go."""
     pools = {FULL: PagePool(FULL, 2)}

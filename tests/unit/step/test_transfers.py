@@ -39,7 +39,7 @@ from tests.fakes import Alternating, Reciter
 from tests.launching import fused, launch
 from tests.models import VOCAB, new_model, prompt_of, random_adapter, settings_of, target_of
 from tests.property.trees import parent_lists
-from tests.tiers import each_once
+from tests.tiers import each_once, once
 
 READS = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy", "cpu", "nonzero", "equal")
 MAKES = ("tensor", "as_tensor", "from_numpy", "asarray")
@@ -127,7 +127,8 @@ def steps_of(
     return sequence.result().token_ids, found
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), each_once(ONCE, SAMPLINGS))
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("drafter", "sampling"), once(ONCE, SAMPLINGS))
 def test_one_copy_in_and_one_out(
     drafter: str, sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_step_tells_the_token_that_follows_it_before_anything_is_copied(transf
     assert [answer for answer, _ in drafter.answers] == [[root] for _, root in drafter.answers]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 5, 64])
 @pytest.mark.parametrize("replayed", [False, True])
 def test_one_copy_in_for_any_number_of_sequences(
@@ -220,6 +222,7 @@ def test_one_copy_in_for_any_number_of_sequences(
     assert (together - alone).abs().max() < 1e-11
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     each_once(["none", "token_recycling", "medusa", "kangaroo", "eagle", "mtp"], [None, SAMPLED]),
@@ -238,7 +241,8 @@ def test_batches_decide_on_the_device_what_each_text_decides_by_itself(
         assert [one.token_ids for one in found] == expected
 
 
-@pytest.mark.parametrize(("drafter", "sampling", "count"), each_once(ONCE, [None, SAMPLED, "mixed"], [2, 20]))
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("drafter", "sampling", "count"), once(ONCE, [None, SAMPLED, "mixed"], [2, 20]))
 def test_one_copy_in_and_one_out_for_all_sequences(
     drafter: str, sampling: Any, count: int, tmp_path: Path, request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -294,6 +298,7 @@ BY_ROW: dict[str, Callable[[], Any]] = {  # of transformers, that read nothing b
 BIASED = [[[one, (7 * one) % VOCAB], 9.0] for one in range(VOCAB)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", BY_ROW)
 @given(parents=st.just([-1, 0, 1, 0, 3, 0]) | parent_lists(12), data=st.data())
 @settings(max_examples=25)
@@ -321,6 +326,7 @@ def test_all_rows_at_once_are_the_rows_one_by_one(name: str, parents: list[int],
     assert torch.equal(logits, scores.logits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "sampling"), each_once(BY_ROW, [None, SAMPLED]))
 def test_processors_of_transformers_copy_nothing(
     name: str, sampling: SamplingParams | None, request: pytest.FixtureRequest
@@ -332,6 +338,7 @@ def test_processors_of_transformers_copy_nothing(
     assert all(counts == {"in": 1, "out": 1} for _, counts in steps[1:]), [counts for _, counts in steps]
 
 
+@pytest.mark.slow
 def test_processors_change_texts() -> None:
     """Otherwise equality would be cheap; two only keep or norm finite scores, and one is for a text of one token."""
     engine = Engine(target_of("llama"), None, "none")
@@ -365,6 +372,7 @@ def test_other_processors_are_asked_as_on_the_host(request: pytest.FixtureReques
     assert here.seen == there.seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", ["token_recycling", "draft_model"])
 def test_masks_of_a_grammar_are_sent_at_once(
@@ -407,6 +415,7 @@ def test_a_mask_that_is_none_is_refused(request: pytest.FixtureRequest) -> None:
         Engine(target_of("llama"), None, "none").generate(PROMPT, 3, logits_processor=[Biased()])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     each_once(["kangaroo", "draft_model"], [*SAMPLINGS, SamplingParams(temperature=0.8, seed=4, acceptance="match")]),
@@ -443,6 +452,7 @@ def test_models_that_draft_copy_a_bounded_number_of_times(
             assert counts["in"] <= 2 + step.rows * (1 + penalised), (options, step.rows, counts)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     each_once(["token_recycling", "prompt_lookup", "lookahead", "medusa", "draft_model"], ["typical", "reject"]),
@@ -476,6 +486,7 @@ SETTLED = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sampling", "draft_vocab"), each_once(SETTLED, [0, VOCAB // 2]))
 def test_a_round_that_nothing_stops_stays_on_the_device(
     sampling: SamplingParams | None, draft_vocab: int, tmp_path: Path, request: pytest.FixtureRequest
@@ -500,6 +511,7 @@ def test_a_round_that_nothing_stops_stays_on_the_device(
         assert counts in [{"in": copies, "out": 1} for copies in {most, max(1, most - 1)}], (step.rows, counts)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [None, *SETTLED[1:2], *SETTLED[4:5]])
 def test_the_passes_of_a_head_copy_in_once_and_read_nothing(
     sampling: SamplingParams | None, tmp_path: Path, request: pytest.FixtureRequest
@@ -565,6 +577,7 @@ def test_what_is_no_number_is_drafted_unread(
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [None, SAMPLED])
 def test_a_guess_is_read_while_its_pass_runs(
     sampling: SamplingParams | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ SPACED = {
 }
 
 
+@pytest.mark.few(62)
 @pytest.mark.parametrize("template", [*TEMPLATES, "vicuna"])
 @pytest.mark.parametrize("case", HARD)
 def test_an_answer_and_its_end_whatever_its_words_are(tokenizer: Any, template: str, case: str) -> None:
