@@ -74,6 +74,8 @@ def quantise_model(model: str | Path, kind: str, out: Path) -> None:
             """A file without weights, whose tokenizer splits texts by this rule."""
             writer = gguf.GGUFWriter(place, _FAMILIES[config.model_type])
             writer.add_name(Path(model).name)
+            writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{blocks.name}"])  # some readers refuse a file without it
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             add_settings(writer, config)
             _add_tokenizer(writer, tokenizer, config.vocab_size, rule)
             _add_ends(writer, tokenizer, ends)

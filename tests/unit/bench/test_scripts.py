@@ -392,3 +392,45 @@ def test_every_mutant_can_be_made() -> None:
     names = re.findall(r"^ {2}(\S+):", listed.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(names) == len({*names})  # of two with one name, YAML's readers keep the last
     assert not [fault for mutant in mutants if (fault := mutant.fault()) is not None]
+
+
+def test_the_table_of_shares_keeps_the_rows_of_other_machines() -> None:
+    script = load("shares_table")
+    begin, end = script.MARKS
+    page = f"before\n{begin}| processor |\n|---|\n{end}\nbehind\n"
+    numbers = ["10", "90", "1", "2", "3", "4", "5"]
+    for row in (["A", "x", "m", *numbers], ["B", "x", "m", *numbers], ["A", "x", "m", "11", *numbers[1:]]):
+        page = script.merged(page, [row])
+    before, titles, _, *rows, behind = page.replace(begin, "").replace(f"{end}\n", "").splitlines()
+    assert (before, behind, len(rows)) == ("before", "behind", 2)
+    assert rows[0].startswith("| A | x | m | 11 | 90 |")
+    assert rows[1].startswith("| B | x | m | 10 | 90 |")
+    assert titles.count("|") == rows[0].count("|") == 11
+
+
+def test_a_race_leaves_out_who_fails_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One engine takes twice our time, one breaks at its second task, and one has no package."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = load("race")
+    twice = SimpleNamespace(ask=lambda task: [2.0 * len(task[0]), 0.2])
+    asked: list[Any] = []
+
+    def breaks(task: Any) -> list[float]:
+        asked.append(task)
+        if len(asked) > 1:
+            raise OSError("it is broken")
+        return [1.0, 1.0]
+
+    engines = {"specdec": SimpleNamespace(ask=lambda task: [1.0 * len(task[0]), 0.1]), "slow": twice}
+    engines["broken"] = SimpleNamespace(ask=breaks)
+    tasks = {"decoding": ([1], 3), "prompt": ([1] * 10, 2)}
+    seconds = script.race(engines, tasks, 3)
+    assert "left out broken: it is broken" in capsys.readouterr().out
+    assert [len(found["prompt"]) for found in seconds.values()] == [3, 3]
+    _, _, ours, slow = script.table(seconds, ["specdec"], 10)
+    assert ours == "| specdec | 10.0 |  | 1.0 |  |"
+    assert slow == "| slow | 5.0 | 2.00 (2.00 to 2.00) | 0.5 | 2.00 (2.00 to 2.00) |"
+    with pytest.raises(OSError, match="No module named 'ik_llama_cpp'"):
+        script.Process(Path(sys.executable), "ik_llama", tmp_path / "log", {"file": "a", "threads": 1, "flash": True})

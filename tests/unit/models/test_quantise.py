@@ -31,6 +31,8 @@ def test_a_model_is_written_and_read_again(kind: str, tmp_path: Path) -> None:
     quantise_model("tiny", kind, file)
     written, own = load(file).state_dict(), load("tiny").state_dict()
     blocks = gguf.GGMLQuantizationType[kind.upper()]
+    file_type = gguf.GGUFReader(file).fields["general.file_type"].contents()
+    assert file_type == gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"]
     for name, weight in own.items():
         if weight.ndim == 2:
             rows = gguf.quants.quantize(weight.numpy(), blocks)
