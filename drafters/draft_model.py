@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -23,7 +24,6 @@ from drafters.shared.own_cache import OwnCache
 from drafters.shared.scored_tree import ScoredTree
 from specdec.costs.curve import pass_price
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
-from specdec.drafting.joint_forward import Forward
 from specdec.errors import ConfigError, shown
 from specdec.models.loading import embedded_model
 from specdec.models.transformers_target import TransformersTarget
@@ -32,8 +32,10 @@ from specdec.sampling.sampler import Sampler
 from specdec.settings.parsing import check_positive
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
+from specdec.step.later import Later
+from specdec.step.step_io import NOTHING, Wanted
 from specdec.step.tree import Draft, Hints
-from specdec.target import Target
+from specdec.target import Target, forward_pass
 
 __all__ = ["DraftModel", "DraftModelConfig", "embedded_draft_model", "fitting"]
 
@@ -143,11 +145,11 @@ def _check_tokenizer(path: str, model: TransformersTarget, target: Target) -> No
 class DraftModelSession(BatchedSession):
     def __init__(self, config: DraftModelConfig, model: TransformersTarget, context: Context) -> None:
         self._config = config
-        self._model, self._forward = model, Forward(model)
+        self._model = model
         self._context = context
         text = len(context.tokens) + context.remaining
         cache = model.new_cache(capacity=text, rows=max(context.max_rows, min(_CHUNK, text)))
-        self._own = OwnCache(cache, device=model.device, backend=model.backend)
+        self._own = OwnCache(cache)
         # The target's processors on the draft model's logits, each row on its own prefix.
         params = context.sampling
         self._size = context.target.vocab_size
@@ -188,12 +190,13 @@ class DraftModelSession(BatchedSession):
             new = own.lacking(tokens, min(_CHUNK, own.cache.rows))
             last = own.cache.length + len(new) == len(tokens)
             read = self._known(new)
-            block = own.text_block(read)
-            output = yield self._forward.of(block, [len(new) - 1] if last else ())
-            own.read_text(block, root=last)
+            step = own.text_rows(read, Wanted(np.array([len(new) - 1])) if last else NOTHING)
+            output = yield forward_pass(self._model, step)
+            own.read_text(step, root=last)
             if last:
                 known = read is new or read[-1] == new[-1]
-                root = block.tokens[0, -1:] if known else torch.tensor(new[-1:], device=block.tokens.device)
+                there = output.rows.tokens
+                root = there[0, -1:] if known else torch.tensor(new[-1:], device=there.device)
                 return self._shared(output.logits), root
 
     def _shared(self, logits: torch.Tensor) -> torch.Tensor:
@@ -206,8 +209,8 @@ class DraftModelSession(BatchedSession):
         last = self._model.vocab_size - 1
         if last + 1 >= self._size:
             return tokens
-        if isinstance(tokens, device_copies.Later):
-            return device_copies.Later(tokens.tensor.clamp(max=last))
+        if isinstance(tokens, Later):
+            return Later(tokens.tensor.clamp(max=last))
         return [min(token, last) for token in tokens]
 
     def _grow(self, logits: torch.Tensor, widths: list[int]) -> Passes[Draft]:
@@ -255,14 +258,14 @@ class DraftModelSession(BatchedSession):
             depths += [depth + 1] * best.numel()
             level = list(range(level[-1] + 1, len(parents)))
             if depth + 1 < len(widths):
-                logits = self._shared((yield self._run(device_copies.Later(tokens[-1]), parents)).logits)
+                logits = self._shared((yield self._run(Later(tokens[-1]), parents)).logits)
                 paths = torch.cat((paths.repeat_interleave(best.shape[1], 0), tokens[-1][:, None]), 1)
-        return Draft(device_copies.Later(torch.cat(tokens)), parents, q=q, hints=Hints(cost=len(widths) * self._price))
+        return Draft(Later(torch.cat(tokens)), parents, q=q, hints=Hints(cost=len(widths) * self._price))
 
     def _run(self, tokens: Sequence[int], parents: Sequence[int]) -> Pass:
         """The draft's last rows, which hold these tokens, through the model."""
         rows = range(len(parents) - len(tokens), len(parents))
-        return self._forward.of(self._own.draft_block(rows, parents, self._known(tokens)))
+        return forward_pass(self._model, self._own.draft_rows(rows, parents, self._known(tokens)))
 
     def _children(
         self, drawn: torch.Tensor, level: list[int], below: int, width: int

@@ -153,7 +153,7 @@ def perplexity(options: argparse.Namespace) -> None:
     import torch
 
     from specdec import Engine
-    from specdec.step.block import Block
+    from specdec.step.step_io import StepInput
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     cases: dict[str, dict[str, Any]] = {
@@ -168,7 +168,7 @@ def perplexity(options: argparse.Namespace) -> None:
         target: Any = engine.target
         with target.active():
             cache = target.new_cache(capacity=len(ids), rows=len(ids))
-            logits = target.forward(Block(cache, ids, device=target.device)).logits.double()
+            logits = target.forward(StepInput.of(cache, ids)).logits.double()
         chances = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids[1:])[:, None])
         print(f"  perplexity of {len(ids)} tokens, {name:22} {float((-chances.mean()).exp()):.4f}")
 

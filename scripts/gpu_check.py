@@ -47,9 +47,9 @@ from specdec.costs.measuring import measure
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.runners import cuts as chosen_cuts
-from specdec.step.batched_rows import Batch
-from specdec.step.block import Block
 from specdec.step.device_copies import seconds_of, wait
+from specdec.step.joining import joined
+from specdec.step.step_io import NOTHING, StepInput
 
 SHAPES.setdefault(
     "smollm2",
@@ -157,7 +157,7 @@ class Rows:
         cache = self.target.new_cache(capacity=length + self.most + 16, rows=128)
         for start in range(0, length, 128):
             part = self.text[start : min(start + 128, length)]
-            self.target.forward(Block(cache, part, device=self.device, again=False), rows=())
+            self.target.forward(StepInput.of(cache, part, wanted=NOTHING, again=False))
             cache.commit(range(len(part)))
         return cache
 
@@ -172,7 +172,7 @@ class Rows:
                 path.insert(0, draft.parents[path[0]])
             wrong, plain.length = 0, self.length
             for row in path[:12]:
-                one = self.target.forward(Block(plain, [draft.tokens[row]], device=self.device)).logits
+                one = self.target.forward(StepInput.of(plain, [draft.tokens[row]])).logits
                 wrong += not torch.equal(one[0], recorded[row])
                 plain.commit([0])
         return {
@@ -181,9 +181,8 @@ class Rows:
         }  # fmt: skip
 
     def logits(self, draft: Draft, cache: Any, again: bool) -> torch.Tensor:
-        block = Block.of(draft, cache, self.device)
-        block.again = again
-        found: torch.Tensor = self.target.forward(block).logits
+        step = StepInput.of(cache, draft.tokens, draft.tree, again=again)
+        found: torch.Tensor = self.target.forward(step).logits
         return found
 
     def batch(self) -> Figures:
@@ -192,9 +191,10 @@ class Rows:
             sizes = (3, min(9, self.most), 1)
             drafts = [Draft(self.text[:rows], tree_parents(rows, "binary")) for rows in sizes]
             caches = [self.filled(length) for length in (self.length, 5, self.length // 2)]
-            blocks = [Block.of(draft, own, self.device) for draft, own in zip(drafts, caches, strict=True)]
-            alone = torch.cat([self.target.forward(block).hidden for block in blocks])
-            together = self.target.forward(Batch(blocks)).hidden
+            each = zip(drafts, caches, strict=True)
+            steps = [StepInput.of(own, draft.tokens, draft.tree) for draft, own in each]
+            alone = torch.cat([self.target.forward(step).hidden for step in steps])
+            together = self.target.forward(joined(steps)).hidden
         return {"differing": int((alone != together).any(-1).sum()), "compared": len(alone)}
 
 
@@ -425,7 +425,7 @@ def profile(check: Any) -> Iterator[Part]:
             draft = Draft([5] * rows, tree_parents(rows, "binary"))
 
             def forward() -> Any:
-                return target.forward(Block.of(draft, cache, check.device))
+                return target.forward(StepInput.of(cache, draft.tokens, draft.tree))
 
             times = [seconds_of(forward, check.device, time.perf_counter) for _ in range(6)]
             with recorded(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -565,7 +565,7 @@ def step_ms(target: Any, rows: int, device: torch.device) -> float:
     with target.active():
         cache = target.new_cache(capacity=200, rows=rows)
         times = [
-            seconds_of(lambda: target.forward(Block.of(draft, cache, device)), device, time.perf_counter)
+            seconds_of(lambda: target.forward(StepInput.of(cache, draft.tokens, draft.tree)), device, time.perf_counter)
             for _ in range(17)
         ]
     return 1e3 * median(times[2:])

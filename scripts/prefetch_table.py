@@ -18,7 +18,7 @@ import typer
 
 from specdec import Engine
 from specdec.native.library import library
-from specdec.step.block import Block
+from specdec.step.step_io import StepInput
 
 NEVER = 1 << 30
 WAYS = {"nothing, one stream": (NEVER, 0), "nothing, two": (NEVER, 6), "one stream": (1, 0), "two streams": (1, 6)}
@@ -49,9 +49,9 @@ def main(
             for _ in range(repeats):
                 for name, way in WAYS.items():
                     library().specdec_prefetch(*way)
-                    block = Block(cache, list(range(5, 5 + rows)), device=target.device, backend=target.backend)
+                    step = StepInput.of(cache, range(5, 5 + rows))
                     begun = time.thread_time()
-                    target.forward(block)
+                    target.forward(step)
                     seconds = time.thread_time() - begun
                     best[name, rows] = min(seconds, best.get((name, rows), seconds))
             print(f"{rows} rows: " + ", ".join(f"{name} {best[name, rows] * 1e3:.2f} ms" for name in WAYS), flush=True)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypedDict, Unpack
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from specdec.runners.rows import Rows, TextRows
 from specdec.runners.runner import FINAL
 from specdec.sampling.scores import Scores
-from specdec.step.block import Rows
 from specdec.step.cache import KVCache
-from specdec.step.tree import Entry
+from specdec.step.forward_passes import Pass
+from specdec.step.joining import joined
+from specdec.step.step_io import LayerPlan, StepInput
 
-__all__ = ["FINAL", "ForwardOptions", "Target", "TargetOutput"]
+__all__ = ["FINAL", "Forward", "Target", "TargetOutput", "forward_pass", "run_steps"]
 
 _ALL = slice(None)
 
@@ -27,6 +32,7 @@ class TargetOutput:
         hidden: [T, D] residual stream after the last layer that ran.
         taps: see the attribute. A layer that only the first rows came through has only those rows.
         first_time: see the attribute.
+        rows: as they were run; None where none needs them afterwards.
 
     Attributes:
         first_time: whether a graph was recorded or a kernel compiled for the forward, so that its time says nothing of
@@ -34,7 +40,7 @@ class TargetOutput:
         taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
     """
 
-    __slots__ = ("_hidden", "_logits", "_rows", "_scored", "first_time", "taps")
+    __slots__ = ("_hidden", "_logits", "_of", "_place", "_rows", "_scored", "first_time", "taps")
 
     def __init__(
         self,
@@ -43,21 +49,24 @@ class TargetOutput:
         taps: Mapping[int, torch.Tensor] | None = None,
         *,
         first_time: bool = False,
+        rows: Rows | None = None,
     ) -> None:
         self.first_time = first_time
+        self._of, self._place = rows, 0
         self._logits, self._hidden, self._rows = logits, hidden, _ALL
         self._scored: tuple[Scores, int, int] | None = None  # a forward's scores, and which of its rows these are
         self.taps: Mapping[int, torch.Tensor] = {} if taps is None else taps
 
     def part(
-        self, first: int, last: int, scored: tuple[Scores, int, int] | None, taps: Collection[int]
+        self, number: int, step: StepInput, scored: tuple[Scores, int, int] | None, taps: Collection[int]
     ) -> TargetOutput:
-        """Rows [first, last), and the hidden states of these ``taps``; cut when they are read.
+        """The rows of a sequence of the forward, and the hidden states of these ``taps``; cut when they are read.
 
         ``scored``: the scores of the forward, and the range of this part's rows among them; None where it has none.
         """
-        part = TargetOutput(None, self._hidden, first_time=self.first_time)
-        part._rows, part._scored = slice(first, last), scored
+        first, last = step.starts[number], step.starts[number + 1]
+        part = TargetOutput(None, self._hidden, first_time=self.first_time, rows=self._of)
+        part._rows, part._scored, part._place = slice(first, last), scored, number
         if taps:
             part.taps = _Cut(self.taps, first, last, taps)
         return part
@@ -81,6 +90,17 @@ class TargetOutput:
         whole, first, last = self._scored
         argmax, before, _ = whole.device_argmax()
         return argmax, before + first, before + last
+
+    @property
+    def rows(self) -> TextRows:
+        """The sequence's rows as they were run, with what went to their device."""
+        assert self._of is not None
+        return self._of.parts[self._place]
+
+    @property
+    def nothing(self) -> bool:
+        """Whether no logits were computed."""
+        return self._logits is None and self._scored is None
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -118,24 +138,6 @@ class _Cut(Mapping[int, torch.Tensor]):
         return sum(1 for _ in self)
 
 
-class ForwardOptions(TypedDict, total=False):
-    """Options of a forward.
-
-    Attributes:
-        entry: hidden states of rows that already passed the first layers.
-        exit_layer: the layer to stop before; None runs all layers and the head.
-        taps: hidden layers to return.
-        rows: rows to return logits for; None for all, empty for none.
-        top_k: how many of each row's largest logits will be read; 1 if left out.
-    """
-
-    entry: Entry | None
-    exit_layer: int | None
-    taps: Collection[int]
-    rows: Sequence[int] | None
-    top_k: int
-
-
 class Target(Protocol):
     """A model, as the engine and drafters use it.
 
@@ -162,8 +164,8 @@ class Target(Protocol):
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
 
-    def forward(self, block: Rows, **options: Unpack[ForwardOptions]) -> TargetOutput:
-        """Run the block's rows through layers [entry.layer or 0, exit_layer or all)."""
+    def forward(self, step: StepInput) -> TargetOutput:
+        """Run rows of one sequence or several, as ``step`` says."""
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
@@ -177,7 +179,7 @@ class Target(Protocol):
     def active(self) -> AbstractContextManager[None]:
         """A context manager inside which ``forward`` may be called."""
 
-    def embed(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
         """[N, D] embeddings of tokens [N], the first layer's input; a list is looked up on the host if possible."""
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -188,3 +190,50 @@ class Target(Protocol):
 
     def head_of(self, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """The head restricted to tokens [d], as a function from [..., D] to [..., d]; it copies their rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Runs the rows of several sequences through the layers of a plan; the ``run`` of a pass through a model."""
+
+    target: Target
+    plan: LayerPlan
+
+    def __call__(self, steps: Sequence[StepInput]) -> list[TargetOutput]:
+        with self.target.active():
+            return run_steps(self.target, steps)
+
+
+def forward_pass(target: Target, step: StepInput) -> Pass:
+    """The pass of one sequence's rows; its output is a TargetOutput."""
+    return Pass(Forward(target, step.plan), step, target.batch_invariant)
+
+
+def run_steps(target: Target, steps: Sequence[StepInput]) -> list[TargetOutput]:
+    """Run the rows of several sequences, of one plan, as one forward; returns each one's part of the output, in order.
+
+    Those that enter a layer with hidden states join the others there.
+    """
+    if len(steps) == 1:
+        return [target.forward(steps[0])]
+    ranked = steps
+    if [step for step in steps if step.entering is not None]:
+        ranked = sorted(steps, key=_layer)
+    together = joined(ranked)
+    output = target.forward(together)
+    scores = None if output.nothing else output.scores(None)
+    outputs: dict[int, TargetOutput] = {}
+    scored = 0
+    for number, step in enumerate(ranked):
+        logits = step.wanted.logits
+        count = step.rows if logits is None else len(logits)
+        own = (scores, scored, scored + count) if count and scores is not None else None
+        outputs[id(step)] = output.part(number, together, own, step.wanted.hidden)
+        scored += count
+    return [outputs[id(step)] for step in steps]
+
+
+def _layer(step: StepInput) -> int:
+    """The layer that the rows of one sequence enter; -1 for tokens."""
+    layers: Any = (-1,) if step.entering is None else step.entering.layer
+    return int(layers[0])

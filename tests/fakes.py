@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from specdec import Context, Draft, Drafter, DrafterBase, DrafterWrapper, DraftSession, Observation
 from specdec.sampling.noise import Noise
-from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
-from specdec.target import ForwardOptions, TargetOutput
+from specdec.step.step_io import StepInput
+from specdec.target import TargetOutput
 
 CPU = torch.device("cpu")
 
@@ -61,28 +61,37 @@ class Reciter:
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache([LayerSpec(1, 1, 1, None, CPU, self.dtype)], capacity=capacity, rows=rows)
 
-    def forward(self, block: Rows, **options: Unpack[ForwardOptions]) -> TargetOutput:
-        tokens = block.tokens[0].to(self.dtype)[None, None, :, None]
-        block.store(tokens, tokens, 0)
-        self.forwards.append(block.rows)
-        hidden = torch.zeros(block.rows, 1, dtype=self.dtype)
-        rows = options.get("rows")
-        if rows is not None and not rows:
+    def forward(self, step: StepInput) -> TargetOutput:
+        ids, wanted = step.ids, step.wanted.scored
+        for cache, start, first, last in zip(
+            step.texts, self._begins(step), step.starts, step.starts[1:], strict=False
+        ):
+            tokens = torch.tensor(ids[first:last].tolist(), dtype=self.dtype)[None, None, :, None]
+            cache.write(0, tokens, tokens, start)
+        self.forwards.append(step.rows)
+        hidden = torch.zeros(step.rows, 1, dtype=self.dtype)
+        if step.wanted.nothing:
             return TargetOutput(None, hidden)
-        wanted = range(block.rows) if rows is None else rows
-        logits = torch.zeros(len(wanted), self.vocab_size, dtype=self.dtype)
-        for place, row in enumerate(wanted):
-            part, first = next((part, first) for part, first, last in block.parts if row < last)
-            logits[place, self.rule(self.text(part, row - first))] = 10
+        rows = range(step.rows) if wanted is None else wanted
+        logits = torch.zeros(len(rows), self.vocab_size, dtype=self.dtype)
+        for place, row in enumerate(rows):
+            logits[place, self.rule(self.text(step, row))] = 10
         return TargetOutput(logits, hidden)
 
-    def text(self, block: Block, row: int) -> list[int]:
-        slots = block.cache.keys[0][0, 0, :, 0].nan_to_num().long().tolist()
-        path = []
+    def _begins(self, step: StepInput) -> list[int]:
+        """Where each sequence's first row is stored."""
+        ends = zip(step.lengths, step.tree, step.tree[1:], step.counts, strict=False)
+        return [length + last - first - rows for length, first, last, rows in ends]
+
+    def text(self, step: StepInput, row: int) -> list[int]:
+        number = next(number for number, last in enumerate(step.starts[1:]) if row < last)
+        parents = step.parents[step.tree[number] : step.tree[number + 1]]
+        slots = step.texts[number].keys[0][0, 0, :, 0].nan_to_num().long().tolist()
+        length, path, row = step.lengths[number], list[int](), row - step.starts[number + 1] + len(parents)
         while row >= 0:
-            path.insert(0, block.length + row)
-            row = row - 1 if block.parents is None else block.parents[row]
-        return [slots[slot] for slot in (*range(block.length), *path)]
+            path.insert(0, length + row)
+            row = int(parents[row])
+        return [slots[slot] for slot in (*range(length), *path)]
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

@@ -7,18 +7,21 @@ own.commit(path)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from specdec import Draft
-from specdec.step.batched_rows import Batch
-from specdec.step.block import Block
+from specdec.runners.rows import TextRows
+from specdec.runners.sent_rows import SentRows, SentText, rows_on
 from specdec.step.cache import KVCache
+from specdec.step.joining import joined
+from specdec.step.step_io import ALL, WHOLE, Entering, LayerPlan, StepInput, Wanted
 from specdec.target import TargetOutput
 
-__all__ = ["Text", "beside", "run_together", "text"]
+__all__ = ["Text", "asked", "beside", "run_together", "text"]
 
 
 class Text:
@@ -44,19 +47,34 @@ class Text:
         return grown
 
     def rows(
-        self, tokens: Draft | Sequence[int], parents: Sequence[int] | None = None, *, first: int = 0, again: bool = True
-    ) -> Block:
+        self,
+        tokens: Draft | Sequence[int],
+        parents: Sequence[int] | None = None,
+        *,
+        first: int = 0,
+        again: bool = True,
+        plan: LayerPlan = WHOLE,
+        wanted: Wanted = ALL,
+        entry: Entering | None = None,
+    ) -> StepInput:
         """The rows of a forward, see :meth:`run`."""
         if isinstance(tokens, Draft):
             tokens, parents = tokens.tokens, None if tokens.is_chain else tokens.parents
         depths = list[int]()
         for parent in parents or ():
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        place = {"device": torch.device("cpu"), "backend": "auto"}
-        if self._target is not None:
-            place = {"device": self._target.device, "backend": self._target.backend}
-        shape: dict[str, Any] = {"parents": parents, "depths": depths or None, "first": first, "again": again}
-        return Block(self._cache, tokens, **shape, **place)
+        tree = None if parents is None else (parents, depths)
+        options: dict[str, Any] = {"plan": plan, "wanted": wanted, "entering": entry, "again": again}
+        return StepInput.of(self._cache, tokens, tree, first=first, **options)
+
+    def part(self, tokens: Draft | Sequence[int], parents: Sequence[int] | None = None, **options: Any) -> TextRows:
+        """The rows as layers in torch read them; ``options``: as of :meth:`rows`."""
+        backend, device = options.pop("backend", "auto"), options.pop("device", None)
+        return rows_on(device, self.rows(tokens, parents, **options), backend).parts[0]
+
+    def sent(self, tokens: Draft | Sequence[int], parents: Sequence[int] | None = None, **options: Any) -> SentText:
+        """The rows as kernels read them, here on the host."""
+        return SentRows(self.rows(tokens, parents, **options)).parts[0]
 
     def run(
         self,
@@ -74,10 +92,10 @@ class Text:
             parents: of the tree up to the last of these rows; without them it is a chain.
             first: the first row that is run; the ones above it were run before.
             again: whether a recorded graph may be used and made.
-            options: what is asked of the forward, such as ``taps``, ``rows`` and ``exit_layer``.
+            options: what is asked of the forward: ``taps``, ``rows``, ``top_k``, ``exit_layer`` and ``entry``.
         """
-        block = self.rows(tokens, parents, first=first, again=again)
-        output: TargetOutput = self._target.forward(block, **options)
+        step = self.rows(tokens, parents, first=first, again=again, **asked(**options))
+        output: TargetOutput = self._target.forward(step)
         return output
 
     def commit(self, path: Sequence[int]) -> None:
@@ -129,7 +147,20 @@ def beside(specs: Sequence[Any], *, capacity: int = 64, rows: int = 32) -> Text:
 
 def run_together(texts: Sequence[Text], drafts: Sequence[Draft], *, again: bool = True, **options: Any) -> TargetOutput:
     """One forward of a draft of each text; their rows lie one after the other."""
-    batch = Batch([own.rows(draft) for own, draft in zip(texts, drafts, strict=True)])
-    batch.again = batch.again and again
-    output: TargetOutput = texts[0]._target.forward(batch, **options)
+    more = asked(**options)
+    pairs = zip(texts, drafts, strict=True)
+    output: TargetOutput = texts[0]._target.forward(joined([own.rows(one, again=again, **more) for own, one in pairs]))
     return output
+
+
+def asked(
+    *,
+    taps: Collection[int] = (),
+    rows: Sequence[int] | None = None,
+    top_k: int = 1,
+    exit_layer: int | None = None,
+    entry: Entering | None = None,
+) -> dict[str, Any]:
+    """Options of a forward, as :meth:`Text.rows` takes them."""
+    logits = None if rows is None else np.array(rows, dtype=np.int64)
+    return {"plan": LayerPlan(exit_layer), "wanted": Wanted(logits, top_k, taps), "entry": entry}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from drafters.shared.fingerprint import fingerprint
 from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.files import replacing, writing
-from specdec.step.block import Block
+from specdec.step.step_io import NOTHING, StepInput, Wanted
 from specdec.target import FINAL
 from training.loop_config import half_is_fast
 from training.packing import Batch
@@ -135,8 +135,8 @@ class FrozenTarget:
             cache = target.new_cache(capacity=len(tokens), rows=len(tokens))  # nothing is ever committed to it
             for size in torch.unique_consecutive(documents, return_counts=True)[1].tolist():
                 ids = tokens[start : start + size].tolist()
-                block = Block(cache, ids, device=target.device, backend=target.backend)
-                taps = target.forward(block, taps=self._taps, rows=()).taps
+                wanted = Wanted(NOTHING.logits, 0, self._taps)
+                taps = target.forward(StepInput.of(cache, ids, wanted=wanted)).taps
                 pieces.append(torch.stack([taps[tap].to(tokens.device) for tap in self._taps]))
                 start += size
         return torch.cat(pieces, 1)  # outside of inference mode, so that autograd can use it

@@ -19,11 +19,13 @@ from drafters.heads.native_block import NativeBlock
 from drafters.heads.recorded_block import RecordedBlock
 from drafters.heads.weights import Block as BlockWeights
 from specdec.runners.attention import attend_all
-from specdec.runners.linear import linear_kernel
-from specdec.step.batched_rows import rows_of
-from specdec.step.block import Block, Rows
+from specdec.runners.linear import Tokens, linear_kernel
+from specdec.runners.rows import Rows, TextRows
+from specdec.runners.sent_rows import rows_on
+from specdec.runners.visibility import bucket
 from specdec.step.cache import KVCache
-from specdec.step.visibility import bucket
+from specdec.step.joining import joined
+from specdec.step.step_io import StepInput
 from specdec.target import Target
 
 __all__ = ["Blank", "BlockStep", "Sequel"]
@@ -34,20 +36,27 @@ class Blank:
     """A sequence's input to a pass of the head.
 
     Attributes:
-        block: T rows of text that the head lacks, whose tokens are not read, then the rows of a block.
+        step: T rows of text that the head lacks, whose tokens are not read, then the rows of a block.
         features: [T, taps x D] hidden states of the target for the rows of text.
     """
 
-    block: Block
+    step: StepInput
     features: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequel:
-    """A pass's result, for each token of a block: ``hidden`` [B, W] behind the last norm, and ``logits`` [B, d]."""
+    """A pass's result.
+
+    Attributes:
+        hidden: [B, W] for each token of a block the state behind the last norm.
+        logits: [B, d] of these tokens.
+        rows: all rows, where they are on a device of its own; else None.
+    """
 
     hidden: torch.Tensor
     logits: torch.Tensor
+    rows: TextRows | None = None
 
 
 class BlockStep:
@@ -109,30 +118,32 @@ class BlockStep:
         for rows in {bucket(size + 1): size + 1, bucket(most): most}.values():
             features = torch.zeros(rows - size, width, dtype=self.dtype, device=self.device)
             for count in (1 << power for power in range(len(caches).bit_length())):
-                blocks = [Block(own, [0] * rows, device=self.device) for own in caches[:count]]
-                self.run([Blank(block, features) for block in blocks])
+                self.run([Blank(StepInput.of(own, [0] * rows), features) for own in caches[:count]])
 
     def _context(self, features: torch.Tensor, norm: Norm = normed) -> torch.Tensor:
         """[T, W] states from which keys and values of the text are computed."""
         return norm(self._fc(features.to(self.device, self.dtype)), self._hidden_norm, self.config.norm_eps)
 
     @torch.no_grad()
-    def absorb(self, block: Block, features: torch.Tensor) -> None:
+    def absorb(self, step: StepInput, features: torch.Tensor) -> None:
         """Store keys and values of the next rows of text."""
         if self.native is not None:
-            self.native.absorb(block, features)
+            self.native.absorb(step, features)
             return
-        context = self._context(features)
-        cos, _, signed_sin = self._rotary.look_up(block, context)
+        context, rows = self._context(features), rows_on(self.device, step)
+        cos, _, signed_sin = self._rotary.look_up(rows, context)
         for place, layer in enumerate(self._layers):
-            block.store(*layer.keys_values(context, (cos, signed_sin)), place)
+            rows.store(*layer.keys_values(context, (cos, signed_sin)), place)
 
     @torch.no_grad()
     def run(self, brought: Sequence[Blank]) -> list[Sequel]:
         """Run the blocks of several sequences; keys and values of all rows are stored."""
-        found = self._by_library(brought) if self.native is not None else self._by_torch(brought)
-        pairs = zip(*(torch.split(part, len(self._wanted)) for part in found), strict=True)
-        return [Sequel(*pair) for pair in pairs]
+        if self.native is not None:
+            pairs = zip(*(torch.split(part, len(self._wanted)) for part in self._by_library(brought)), strict=True)
+            return [Sequel(*pair) for pair in pairs]
+        rows = rows_on(self.device, joined([one.step for one in brought]))
+        each = [torch.split(part, len(self._wanted)) for part in self._by_torch(rows, brought)]
+        return [Sequel(*own) for own in zip(*each, rows.there, strict=True)]
 
     def tokens(self, root: int) -> list[int]:
         """Those of a block."""
@@ -141,16 +152,16 @@ class BlockStep:
     def _by_library(self, brought: Sequence[Blank]) -> tuple[torch.Tensor, torch.Tensor]:
         """States behind the last norm [N, W], and logits [N, d], of the drafted rows of all blocks."""
         assert self.native is not None
-        tokens = [token for one in brought for token in one.block.ids[-self.config.block_size :]]
+        tokens = [token for one in brought for token in one.step.ids[-self.config.block_size :].tolist()]
         wanted = [first + row for first in range(0, len(tokens), self.config.block_size) for row in self._wanted]
-        caches, features = [one.block.cache for one in brought], [one.features for one in brought]
+        caches, features = [one.step.texts[0] for one in brought], [one.features for one in brought]
         embedded = None if self.native.embeds else self._embedded(tokens)
         last, logits = self.native.run(caches, features, tokens, embedded, wanted)
         return self._ends(last) if logits is None else (last, logits)
 
-    def _by_torch(self, brought: Sequence[Blank]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_torch(self, rows: Rows, brought: Sequence[Blank]) -> tuple[torch.Tensor, torch.Tensor]:
         """The same; by a recorded pass, where there is one. Rows are sliced, as an index would cost a copy."""
-        rows, size = rows_of([one.block for one in brought]), self.config.block_size
+        size = self.config.block_size
         if self.recorded is not None:
             features = [one.features for one in brought]
             found = self.recorded.run(rows, features, self._embedded(rows.tokens[0]))
@@ -170,7 +181,7 @@ class BlockStep:
         last = norm(hidden, self._norm, self.config.norm_eps)
         return last, self._head(last)
 
-    def _embedded(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def _embedded(self, tokens: Tokens | torch.Tensor) -> torch.Tensor:
         return self._embed(tokens).to(self.device, self.dtype)
 
     def _run(self, rows: Rows, brought: Sequence[Blank], hidden: torch.Tensor) -> torch.Tensor:
@@ -211,9 +222,9 @@ class BlockStep:
     def _attended(self, queries: torch.Tensor, rows: Rows, place: int) -> torch.Tensor:
         """[1, Hq, N, d] the attention outputs of the blocks' rows, for as many queries."""
         found = []
-        for own, (block, _, _) in zip(torch.split(queries, self.config.block_size, 2), rows.parts, strict=True):
-            end = block.length + block.rows
-            keys, values = (store[place].narrow(2, 0, end) for store in (block.cache.keys, block.cache.values))
+        for own, part in zip(torch.split(queries, self.config.block_size, 2), rows.parts, strict=True):
+            end = part.length + part.rows
+            keys, values = (store[place].narrow(2, 0, end) for store in (part.cache.keys, part.cache.values))
             if self.config.window(place) is None:
                 found.append(attend_all(own, keys, values))
             else:
@@ -231,7 +242,7 @@ class BlockStep:
 
 def _joined(every: torch.Tensor, rows: Rows, size: int) -> torch.Tensor:
     """The last ``size`` rows of each sequence, of all rows [T, ...]."""
-    parts = [every[last - size : last] for _, _, last in rows.parts]
+    parts = [every[part.ends - size : part.ends] for part in rows.parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -16,11 +16,13 @@ from drafters.heads.recorded_chain import MOST_RECORDED, RecordedChain
 from drafters.heads.weights import Chain
 from specdec.runners.attention import attend, attend_all
 from specdec.runners.linear import linear_kernel
+from specdec.runners.rows import Rows, TextRows
+from specdec.runners.sent_rows import rows_on
+from specdec.runners.visibility import bucket
 from specdec.step import device_copies
-from specdec.step.batched_rows import rows_of
-from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
-from specdec.step.visibility import bucket
+from specdec.step.joining import joined
+from specdec.step.step_io import StepInput
 from specdec.target import Target
 
 __all__ = ["ChainStep", "Guess", "Nodes"]
@@ -33,13 +35,13 @@ class Nodes:
     """A sequence's input to a pass of the head: the next rows of its text, or of the tree behind it.
 
     Attributes:
-        block: T tokens in the head's own cache; each is paired with the hidden state of the position before it.
+        step: T tokens in the head's own cache; each is paired with the hidden state of the position before it.
         features: [T', taps x D] hidden states of the target for the first T' rows.
         states: [T - T', W] hidden states of the head itself for the other rows.
         asked: number of last rows whose logits are computed.
     """
 
-    block: Block
+    step: StepInput
     features: torch.Tensor | None = None
     states: torch.Tensor | None = None
     asked: int = 1
@@ -47,10 +49,17 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guess:
-    """A pass's result: ``logits`` [N, d] behind the asked rows, and their ``states`` [N, W] for the next level."""
+    """A pass's result.
+
+    Attributes:
+        logits: [N, d] behind the asked rows.
+        states: [N, W] theirs, for the next level.
+        rows: all rows, where they are on a device of its own; else None.
+    """
 
     logits: torch.Tensor
     states: torch.Tensor
+    rows: TextRows | None = None
 
 
 class ChainStep:
@@ -119,17 +128,18 @@ class ChainStep:
     def embedded(self, rows: Rows) -> torch.Tensor:
         """[T, W] the embeddings of the rows' tokens; those that a device drafted are not read."""
         there = device_copies.is_apart(self.device)
-        return self._embed(rows.tokens[0] if there else rows.ids).to(self.device, self.dtype)
+        return self._embed(rows.tokens[0] if there else rows.step.ids).to(self.device, self.dtype)
 
     @torch.no_grad()
     def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
         """Run each sequence's rows; keys and values of all rows are stored."""
-        rows, asked = rows_of([one.block for one in brought]), [one.asked for one in brought]
+        rows = rows_on(self.device, joined([one.step for one in brought]))
+        asked = [one.asked for one in brought]
         native, logits = self.native, None
         embedded = torch.empty(0) if native is not None and native.embeds else self.embedded(rows)
         sources = [(one.features, one.states) for one in brought]
         if native is not None:
-            logits, onward = native.guess(rows, sources, None if native.embeds else embedded, _wanted(rows, asked))
+            logits, onward = native.guess(rows.step, sources, None if native.embeds else embedded, _wanted(rows, asked))
         elif self.recorded is not None and (found := self.recorded.run(rows, sources, embedded)) is not None:
             logits, onward = (_picked(every, rows, asked) for every in found)
         else:
@@ -137,8 +147,9 @@ class ChainStep:
         if logits is None:
             logits, onward = self.ends(onward)
         if len(brought) == 1:
-            return [Guess(logits, onward)]
-        return [Guess(*part) for part in zip(torch.split(logits, asked), torch.split(onward, asked), strict=True)]
+            return [Guess(logits, onward, *rows.there)]
+        each = torch.split(logits, asked), torch.split(onward, asked), rows.there
+        return [Guess(*part) for part in zip(*each, strict=True)]
 
     def ends(self, hidden: torch.Tensor, norm: Norm = normed) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [N, d] behind the hidden states of the layers [N, W], and the states that the next level reads."""
@@ -162,13 +173,11 @@ class ChainStep:
         for count, each in product_of((1 << power for power in range(len(caches).bit_length())), sizes):
             if each > MOST_RECORDED or (count > 1 and each > 1 and count * each > _WARM_ROWS):
                 continue
-            self.guess([Nodes(Block(own, [0] * each, device=self.device), hidden[:each]) for own in caches[:count]])
+            self.guess([Nodes(StepInput.of(own, [0] * each), hidden[:each]) for own in caches[:count]])
             for whole in (size for size in sizes if each <= most and each <= size <= bucket(nodes)):
-                tree: Any = {}
-                if each < whole:
-                    tree = {"parents": range(-1, whole - 1), "depths": range(whole), "first": whole - each}
-                blocks = [Block(own, [0] * each, device=self.device, **tree) for own in caches[:count]]
-                self.guess([Nodes(block, states=states[:each], asked=each) for block in blocks])
+                tree = (range(-1, whole - 1), range(whole)) if each < whole else None
+                steps = [StepInput.of(own, [0] * each, tree, first=whole - each) for own in caches[:count]]
+                self.guess([Nodes(step, states=states[:each], asked=each) for step in steps])
 
     def _states(self, brought: Sequence[Nodes]) -> torch.Tensor:
         """[T, W] the states of all rows."""
@@ -245,26 +254,26 @@ class ChainStep:
     ) -> torch.Tensor:
         """[1, Hq, N, d] attention outputs of the asked rows in the last layer; other rows need no queries there."""
         found = []
-        for (block, first, last), count in zip(rows.parts, asked, strict=True):
-            sees_all = count == 1 and block.parents is None and self.config.window(place) is None
-            part = slice(last - 1 if sees_all else first, last)
-            queries = layer.queries(inputs[part], [angle[part] for angle in angles])
+        for part, count in zip(rows.parts, asked, strict=True):
+            sees_all = count == 1 and part.parents is None and self.config.window(place) is None
+            own = slice(part.ends - 1 if sees_all else part.begins, part.ends)
+            queries = layer.queries(inputs[own], [angle[own] for angle in angles])
             if sees_all:
-                end = block.length + block.first + block.rows
-                keys, values = (store[place].narrow(2, 0, end) for store in (block.cache.keys, block.cache.values))
+                end = part.length + part.last
+                keys, values = (store[place].narrow(2, 0, end) for store in (part.cache.keys, part.cache.values))
                 found.append(attend_all(queries, keys, values))
             else:
-                found.append(attend(queries, block, place, self.config.head_dim**-0.5)[:, :, -count:])
+                found.append(attend(queries, part, place, self.config.head_dim**-0.5)[:, :, -count:])
         return torch.cat(found, 2)
 
 
 def _wanted(rows: Rows, asked: Sequence[int]) -> list[int]:
     """The last rows of each part, as many as are asked for."""
-    ends = accumulate(part.rows for part, _, _ in rows.parts)
+    ends = accumulate(rows.step.counts)
     return [row for end, count in zip(ends, asked, strict=True) for row in range(end - count, end)]
 
 
 def _picked(every: torch.Tensor, rows: Rows, asked: Sequence[int]) -> torch.Tensor:
     """The asked rows, the last ones of each part, of all rows [T, ...]; sliced, as an index would cost a copy."""
-    parts = [every[last - count : last] for (_, _, last), count in zip(rows.parts, asked, strict=True)]
+    parts = [every[part.ends - count : part.ends] for part, count in zip(rows.parts, asked, strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -121,21 +121,21 @@ class DFlashSession(UnreadSession):
 
     def _blank(self) -> Blank:
         features = self._own.catch_up()
-        block = self._own.text_block([0] * len(features) + self._step.tokens(self._context.root))
-        return Blank(block, features)
+        step = self._own.text_rows([0] * len(features) + self._step.tokens(self._context.root))
+        return Blank(step, features)
 
     def _absorb(self, features: torch.Tensor) -> None:
-        block = self._own.text_block(range(len(features)))
-        self._step.absorb(block, features)
-        self._own.read_text(block, root=False)
+        step = self._own.text_rows(range(len(features)))
+        self._step.absorb(step, features)
+        self._own.read_text(step, root=False)
 
     def _begin(self, deepest: int) -> Passes[None]:
         blank = self._blank()
-        self._sequel = yield Pass(self._drafter.run, blank)
+        self._sequel = sequel = yield Pass(self._drafter.run, blank)
         self._own.cache.commit(range(len(blank.features)))
         self._states = {}
         if self._stays:
-            self._root = blank.block.tokens[0, len(blank.features) : len(blank.features) + 1]
+            self._root = sequel.rows.tokens[0, len(blank.features) : len(blank.features) + 1]
 
     def _logits_there(
         self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor

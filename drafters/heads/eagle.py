@@ -33,6 +33,7 @@ from specdec.drafter import Context
 from specdec.native.library import library
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
+from specdec.step.later import Later
 from specdec.step.tree import Draft
 from specdec.target import Target
 
@@ -149,9 +150,9 @@ class EagleSession(UnreadSession):
             self._waits.add_joined(self._own.catch_up())
 
     def _absorb(self, features: torch.Tensor) -> None:
-        block = self._own.text_block(self._tokens_of(features))
-        self._step.guess([Nodes(block, features)])
-        self._own.read_text(block, root=False)
+        step = self._own.text_rows(self._tokens_of(features))
+        self._step.guess([Nodes(step, features)])
+        self._own.read_text(step, root=False)
 
     def _tokens_of(self, features: torch.Tensor) -> list[int]:
         """The tokens that belong to the next hidden states; each stands one position behind its state."""
@@ -162,19 +163,19 @@ class EagleSession(UnreadSession):
         features, drafter = self._own.catch_up(), self._drafter
         tokens = self._tokens_of(features)
         if not drafter.at_once:  # the head reads the committed rows, the root's included
-            block = self._own.text_block(tokens)
-            self._guess = yield Pass(drafter.guess, Nodes(block, features))
-            self._own.read_text(block)
+            step = self._own.text_rows(tokens)
+            self._guess = guess = yield Pass(drafter.guess, Nodes(step, features))
+            self._own.read_text(step)
             if self._stays:
-                self._root = block.tokens[0, -1:]
+                self._root = guess.rows.tokens[0, -1:]
             return
         masks, state = deepest - 1, self._step.mask_state  # behind the root's row; their keys and values are not kept
         assert state is not None
-        block = self._own.text_block([*tokens, *[drafter.mask_token] * masks])
-        self._guess = yield Pass(drafter.guess, Nodes(block, features, state.expand(masks, -1), asked=masks + 1))
+        step = self._own.text_rows([*tokens, *[drafter.mask_token] * masks])
+        self._guess = guess = yield Pass(drafter.guess, Nodes(step, features, state.expand(masks, -1), asked=masks + 1))
         self._own.cache.commit(range(len(features)))
         if self._stays:
-            self._root = block.tokens[0, len(features) - 1 : len(features)]
+            self._root = guess.rows.tokens[0, len(features) - 1 : len(features)]
 
     def _logits_there(
         self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor
@@ -185,8 +186,8 @@ class EagleSession(UnreadSession):
             return self._guess.logits[depth].expand(len(level), -1)
         if depth:
             states = rows_at(self._guess.states, [above.index(shape.parents[row]) for row in level])
-            block = self._own.draft_block(level, shape.parents, device_copies.Later(tokens))
-            self._guess = yield Pass(self._drafter.guess, Nodes(block, states=states, asked=len(level)))
+            step = self._own.draft_rows(level, shape.parents, Later(tokens))
+            self._guess = yield Pass(self._drafter.guess, Nodes(step, states=states, asked=len(level)))
         return self._guess.logits
 
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
@@ -196,7 +197,7 @@ class EagleSession(UnreadSession):
             return Behind(self._guess.logits[depth][None])
         if depth:
             states = rows_at(self._guess.states, [self._level.index(grown.parents[node]) for node in level])
-            block = self._own.draft_block(level, grown.parents, [grown.tokens[node] for node in level])
-            self._guess = yield Pass(self._drafter.guess, Nodes(block, states=states, asked=len(level)))
+            step = self._own.draft_rows(level, grown.parents, [grown.tokens[node] for node in level])
+            self._guess = yield Pass(self._drafter.guess, Nodes(step, states=states, asked=len(level)))
         self._level = level
         return Behind(self._guess.logits)

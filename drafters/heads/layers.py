@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from drafters.heads.config import HeadConfig
 from drafters.heads.weights import HeadWeights, Layer
 from specdec.errors import CheckpointError, first_line, shown
-from specdec.runners.linear import DenseLinear, LinearKernel, PackedWeight, linear_kernel
+from specdec.runners.linear import DenseLinear, LinearKernel, PackedWeight, Tokens, linear_kernel
 from specdec.runners.rotary import Rotary, rotate
 from specdec.step import device_copies
 from specdec.step.cache import LayerSpec
@@ -149,7 +149,7 @@ def specs_of(config: HeadConfig, device: torch.device, dtype: torch.dtype, *, wi
     ]
 
 
-def embedding_of(head: HeadWeights, target: Target) -> Callable[[Sequence[int] | torch.Tensor], torch.Tensor]:
+def embedding_of(head: HeadWeights, target: Target) -> Callable[[Tokens | torch.Tensor], torch.Tensor]:
     """The function from tokens [N] to embeddings [N, D]: the head's own embedding, or else the target's.
 
     Tokens may be a tensor on a device.
@@ -158,7 +158,7 @@ def embedding_of(head: HeadWeights, target: Target) -> Callable[[Sequence[int] |
         return target.embed
     weight = head.embed_tokens.weight.detach()
 
-    def embed(tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def embed(tokens: Tokens | torch.Tensor) -> torch.Tensor:
         if not isinstance(tokens, torch.Tensor):
             tokens = torch.tensor([*tokens], device=weight.device)
         return weight[tokens.to(weight.device)]

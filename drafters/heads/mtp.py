@@ -35,10 +35,10 @@ from specdec.drafter import Context
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.loading import model_source
 from specdec.models.transformers_target import TransformersTarget
-from specdec.step import device_copies
-from specdec.step.block import Block
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Pass, Passes
+from specdec.step.later import Later
+from specdec.step.step_io import StepInput
 from specdec.target import Target
 
 __all__ = ["Mtp", "MtpConfig", "convert_mtp", "own_layers"]
@@ -201,9 +201,9 @@ class MtpSession(UnreadSession):
 
     def _absorb(self, features: torch.Tensor) -> None:
         first = self._own.cache.length
-        block = self._own.text_block(self._tokens_of(features))
-        (guess,) = self._step.stages[0]([Nodes(block, features, asked=0)])
-        self._own.read_text(block, root=False)
+        step = self._own.text_rows(self._tokens_of(features))
+        (guess,) = self._step.stages[0]([Nodes(step, features, asked=0)])
+        self._own.read_text(step, root=False)
         self._hand_on(0, first, guess.states)
         self._absorb_later()
 
@@ -215,12 +215,9 @@ class MtpSession(UnreadSession):
                 states, tokens = self._text_of(stage, min(own.last - 1, first + CHUNK))
                 if not tokens:
                     break
-                (guess,) = self._step.stages[stage]([Nodes(self._block(own.cache, tokens), states, asked=0)])
+                (guess,) = self._step.stages[stage]([Nodes(StepInput.of(own.cache, tokens), states, asked=0)])
                 own.cache.commit(range(len(tokens)))
                 self._hand_on(stage, first, guess.states)
-
-    def _block(self, cache: KVCache, tokens: Sequence[int], **tree: Any) -> Block:
-        return Block(cache, tokens, device=self._device, **tree)
 
     def _tokens_of(self, features: torch.Tensor) -> list[int]:
         """The tokens that belong to the next hidden states; each stands one position behind its state."""
@@ -244,11 +241,12 @@ class MtpSession(UnreadSession):
         if any(own.last - own.cache.length > CHUNK // 2 for own in self._later):  # no draft has reached them for long
             self._absorb_later()
         features, first = self._own.catch_up(), self._own.cache.length
-        block = self._own.text_block(self._tokens_of(features))
-        guess: Guess = yield Pass(self._step.stages[0], Nodes(block, features))
-        self._own.read_text(block)
+        step = self._own.text_rows(self._tokens_of(features))
+        guess: Guess = yield Pass(self._step.stages[0], Nodes(step, features))
+        self._own.read_text(step)
         if self._stays:
-            self._root = block.tokens[0, -1:]
+            assert guess.rows is not None
+            self._root = guess.rows.tokens[0, -1:]
         self._hand_on(0, first, guess.states)
         self._logits, self._states, self._stage = guess.logits, {0: guess.states[-1:]}, 0
 
@@ -258,8 +256,8 @@ class MtpSession(UnreadSession):
         level = shape.levels[depth]
         if depth:
             states = torch.cat([self._states[shape.parents[row]] for row in level])
-            block = self._own.draft_block(level, shape.parents, device_copies.Later(tokens))
-            yield from self._run(Nodes(block, states=states, asked=len(level)), level)
+            step = self._own.draft_rows(level, shape.parents, Later(tokens))
+            yield from self._run(Nodes(step, states=states, asked=len(level)), level)
         assert self._logits is not None
         return self._logits
 
@@ -283,10 +281,10 @@ class MtpSession(UnreadSession):
             own = self._later[self._stage - 1]
             first = len(own.parents)
             own.grow(grown, level)
-            block = self._block(own.cache, tokens, parents=own.parents, depths=own.depths, first=first)
+            step = StepInput.of(own.cache, tokens, (own.parents, own.depths), first=first)
         else:
-            block = self._own.draft_block(level, grown.parents, tokens)
-        yield from self._run(Nodes(block, states=states, asked=len(level)), level)
+            step = self._own.draft_rows(level, grown.parents, tokens)
+        yield from self._run(Nodes(step, states=states, asked=len(level)), level)
 
     def _next_layer(self, grown: Growth, level: Sequence[int], stage: int) -> Passes[None]:
         """Run the next layer for the rows of text that it lacks, and for the level's nodes and their ancestors."""
@@ -301,8 +299,8 @@ class MtpSession(UnreadSession):
         own.begin(rows)
         own.grow(grown, nodes)
         all_tokens = [*tokens, *(grown.tokens[node] for node in nodes)]
-        block = self._block(own.cache, all_tokens, parents=own.parents, depths=own.depths)
-        brought = Nodes(block, states=torch.cat([text, *given]), asked=len(level))
+        step = StepInput.of(own.cache, all_tokens, (own.parents, own.depths))
+        brought = Nodes(step, states=torch.cat([text, *given]), asked=len(level))
         guess = yield from self._run(brought, nodes, rows)
         self._hand_on(stage, first, guess.states[:rows])
         # The last row of text is the root of the next rows, and runs again in the next step.

@@ -25,10 +25,12 @@ from specdec.runners.known_layers import KnownLayer, UnknownModule, stacked
 from specdec.runners.layers import FusedLayer, ModuleLayer
 from specdec.runners.linear import linear_kernel
 from specdec.runners.rotary import Rotary
+from specdec.runners.rows import Rows
+from specdec.runners.sent_rows import rows_on
 from specdec.step import device_copies
-from specdec.step.batched_rows import rows_of
-from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.joining import joined
+from specdec.step.step_io import StepInput
 
 __all__ = ["MtpLayers", "MtpStep", "mtp_module"]
 
@@ -205,7 +207,7 @@ class MtpStep:
         """The cache layout of a layer, found by running it with an attention function that only records."""
         specs: list[LayerSpec] = []
         probe = self._module_layer(layer, place, ProbeLayer, use_cache=False, note=specs.append)
-        rows = Block(KVCache([], capacity=1, rows=1), [0], device=self.device)
+        rows = Rows(StepInput.of(KVCache([], capacity=1, rows=1), [0]), self.device)
         hidden = torch.zeros(1, self._target.hidden_size, device=self.device, dtype=self.dtype)
         with torch.inference_mode():
             probe(hidden, rows, self._rotary.of(rows, hidden))
@@ -219,19 +221,20 @@ class MtpStep:
     @torch.no_grad()
     def _guess(self, place: int, brought: Sequence[Nodes]) -> list[Guess]:
         """Run a layer for each sequence's rows: logits behind the last rows, and the states of all rows."""
-        stage, rows = self._stages[place], rows_of([one.block for one in brought])
+        stage, rows = self._stages[place], rows_on(self.device, joined([one.step for one in brought]))
         parts = [part for one in brought for part in (one.features, one.states) if part is not None]
         before = torch.cat([part.to(self.device, self.dtype) for part in parts])
         there = device_copies.is_apart(self.device)  # where tokens that it drafted are not read
-        embedded = self._target.embed(rows.tokens[0] if there else rows.ids).to(self.device, self.dtype)
-        joined = [stage.norms[0](embedded), stage.norms[1](before)]
-        hidden = stage.join(torch.cat(joined[::-1] if self._hidden_first else joined, -1))
+        embedded = self._target.embed(rows.tokens[0] if there else rows.step.ids).to(self.device, self.dtype)
+        both = [stage.norms[0](embedded), stage.norms[1](before)]
+        hidden = stage.join(torch.cat(both[::-1] if self._hidden_first else both, -1))
         hidden = stage.block(hidden, rows, self._rotary.of(rows, hidden))
         states = hidden if stage.post_norm is None else stage.post_norm(hidden)
-        sizes = [one.block.rows for one in brought]
+        sizes = rows.step.counts
         whole = torch.split(states, sizes)
         asked = [one.asked for one in brought]
         if not sum(asked):
             return [Guess(states[:0], part) for part in whole]
         last = torch.cat([part[len(part) - count :] for part, count in zip(whole, asked, strict=True)])
-        return [Guess(*pair) for pair in zip(torch.split(self._target.head(last), asked), whole, strict=True)]
+        logits = torch.split(self._target.head(last), asked)
+        return [Guess(*own) for own in zip(logits, whole, rows.there, strict=True)]

@@ -21,9 +21,9 @@ from specdec.native.types import CContext, CCosSin, CHead
 from specdec.runners.linear import LinearKernel, PackedWeight
 from specdec.runners.native_layers import NativeLayer, NativeLayers, address_of, described_rows
 from specdec.runners.rotary import Rotary
-from specdec.step.batched_rows import rows_of
-from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
+from specdec.step.joining import joined
+from specdec.step.step_io import StepInput
 from specdec.step.torch_switches import HOST
 from specdec.target import Target
 
@@ -93,7 +93,7 @@ class NativeBlock(NativeParts):
         own = embedding if isinstance(embedding, PackedWeight) else None
         return cls(head, packed, keyed, fc, packed_head(config, last, target, fc.dtype), rotary, own)
 
-    def absorb(self, text: Rows, features: torch.Tensor, turns: Array[CCosSin] | None = None) -> None:
+    def absorb(self, text: StepInput, features: torch.Tensor, turns: Array[CCosSin] | None = None) -> None:
         """Store keys and values of T rows of text with ``features`` [T, taps x D].
 
         ``turns`` are :meth:`turns` of the text's positions, where they are known.
@@ -130,11 +130,11 @@ class NativeBlock(NativeParts):
             wanted: numbers of rows among them.
         """
         size, pairs = self._config.block_size, [*zip(caches, map(len, features), strict=True)]
-        text = rows_of([Block(cache, range(rows)) for cache, rows in pairs])
-        rows = rows_of([Block(cache, range(size), first=rows) for cache, rows in pairs])
-        turns = self.turns(rows.end)
+        text = joined([StepInput.of(cache, range(rows)) for cache, rows in pairs])
+        blocks = joined([StepInput.of(cache, range(size), first=rows) for cache, rows in pairs])
+        turns = self.turns(blocks.end)
         self.absorb(text, features[0] if len(features) == 1 else torch.cat([*features]), turns)
-        told, kept = described_rows(rows, turns)
+        told, kept = described_rows(blocks, turns)
         ends, spans = [cache.length + own + size for cache, own in pairs], array("i")
         for layer in range(self._config.layers):
             for end in ends:
@@ -148,7 +148,7 @@ class NativeBlock(NativeParts):
         else:
             numbers = (c_int64 * len(tokens))(*tokens)
             told.tokens, told.embedding = addressof(numbers), addressof(self._embedding.described)
-        out = torch.empty(rows.rows, self._config.width, dtype=self.dtype, device=HOST)
+        out = torch.empty(blocks.rows, self._config.width, dtype=self.dtype, device=HOST)
         logits = None if self.outputs is None else torch.empty(len(wanted), self.outputs, dtype=self.dtype, device=HOST)
         normed = None if logits is None else torch.empty_like(out)
         count = len(wanted)

@@ -18,7 +18,7 @@ from drafters.heads.layers import Linear, embedding_rows, product
 from drafters.heads.native_parts import NativeParts, packed_head, per_head, runs
 from drafters.heads.weights import Chain
 from specdec.native.library import library
-from specdec.native.types import CChain, CHead, CShape
+from specdec.native.types import CChain, CHead, CShape, place_of
 from specdec.runners.half_layers import attention_alone, mlp_alone
 from specdec.runners.linear import LinearKernel, PackedWeight
 from specdec.runners.native_layers import (
@@ -28,7 +28,7 @@ from specdec.runners.native_layers import (
     described_rows,
 )
 from specdec.runners.rotary import Rotary
-from specdec.step.block import Rows
+from specdec.step.step_io import StepInput
 from specdec.step.torch_switches import HOST
 from specdec.target import Target
 
@@ -158,7 +158,7 @@ class NativeChain(NativeParts):
 
     def guess(
         self,
-        rows: Rows,
+        step: StepInput,
         brought: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
         embedded: torch.Tensor | None,
         wanted: Sequence[int],
@@ -168,13 +168,13 @@ class NativeChain(NativeParts):
         Where the library does not compute logits, they are None, and the hidden states are those before the last norm.
 
         Args:
-            rows: T rows; their keys and values are stored.
+            step: T rows; their keys and values are stored.
             brought: per sequence, hidden states of the target [T', taps x D] for its first rows, and of the head
                 itself [T", W] for the others.
             embedded: [T, W] the rows' embeddings, unless the library ``embeds``.
             wanted: row numbers.
         """
-        states = torch.empty(rows.rows, self._config.width, dtype=self.dtype, device=HOST)
+        states = torch.empty(step.rows, self._config.width, dtype=self.dtype, device=HOST)
         sources, places, held, first = array("Q"), array("q"), list[torch.Tensor](), 0
         for features, own in brought:
             if features is not None:
@@ -186,10 +186,9 @@ class NativeChain(NativeParts):
             if own is not None:
                 states[first : first + len(own)] = own
                 first += len(own)
-        turns = self.turns(rows.end)
-        told, kept = described_rows(rows, turns)
-        tokens = (c_int64 * rows.rows)(*rows.ids)
-        told.tokens = addressof(tokens)
+        told, kept = described_rows(step, self.turns(step.end))
+        tokens = step.ids
+        told.tokens = place_of(tokens)
         logits = (
             None if self._outputs is None else torch.empty(len(wanted), self._outputs, dtype=self.dtype, device=HOST)
         )

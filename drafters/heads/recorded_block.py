@@ -15,7 +15,7 @@ from drafters.heads.layers import LayerStep
 from specdec.runners.graphs import LOGITS, CosSin, Outcome, StepGraphs, StepInputs
 from specdec.runners.recording import Recording
 from specdec.runners.rotary import Rotary
-from specdec.step.block import Rows
+from specdec.runners.rows import Rows
 
 __all__ = ["RecordedBlock"]
 
@@ -68,7 +68,7 @@ class RecordedBlock:
             features: per sequence, hidden states of the target [T', taps x D] for its rows of text.
             embedded: [T, W] the rows' embeddings; those of text are not read.
         """
-        if max(block.rows for block, _, _ in rows.parts) > self.most or not self._graphs.takes(rows):
+        if max(rows.step.counts) > self.most or not self._graphs.takes(rows):
             return None
         if rows.end > self._longest:
             self._longest = self._graphs.kind = 2 * rows.end
@@ -104,7 +104,7 @@ class RecordedBlock:
 
 
 def _all_seen(where: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The arrays of a step (:class:`specdec.step.block.Block`) whose rows are seen by all rows of their sequence.
+    """The arrays of a step (:mod:`specdec.runners.packed_step`) whose rows are seen by all rows of their sequence.
 
     Attention takes each of them for the last row of a chain.
     """

@@ -16,7 +16,7 @@ from drafters.heads.layers import LayerStep
 from specdec.runners.graphs import LOGITS, CosSin, Outcome, StepGraphs, StepInputs
 from specdec.runners.recording import Recording
 from specdec.runners.rotary import Rotary
-from specdec.step.block import Rows
+from specdec.runners.rows import Rows
 
 __all__ = ["MOST_RECORDED", "RecordedChain"]
 
@@ -71,7 +71,7 @@ class RecordedChain:
         """
         kinds = {features is not None for features, _ in brought}
         graphs = self._text if True in kinds else self._drafted
-        most = max(block.rows for block, _, _ in rows.parts)
+        most = max(rows.step.counts)
         if len(kinds) > 1 or most > MOST_RECORDED or self.failed or not graphs.takes(rows):
             return None
         if rows.end > self._longest:

@@ -111,7 +111,7 @@ class HeadSession(GrowingSession):
         text = context.prompt_length + context.remaining
         self._device = specs[0].device
         cache = KVCache(specs, capacity=text, rows=max(rows, min(CHUNK, text)))
-        self._own = OwnCache(cache, device=self._device)
+        self._own = OwnCache(cache)
         self._growth: NativeGrowth | None = None
         self._missing = 0  # tokens of the text that the head's cache will never have
 

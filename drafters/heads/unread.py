@@ -17,6 +17,7 @@ from specdec.drafter import Context
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.forward_passes import Passes
+from specdec.step.later import Later
 from specdec.step.tree import Draft, Hints
 
 __all__ = ["UnreadSession", "rows_at"]
@@ -57,7 +58,7 @@ class UnreadSession(HeadSession):
             tokens.append(self._vocabulary.tokens_at(numbers[0] if len(numbers) == 1 else torch.cat(numbers)))
             above, first = level, shape.children(level[0])[0]
         self._passes = 1 if self._at_once else len(shape.levels)
-        self._grown, shape.tokens = shape, device_copies.Later(torch.cat(tokens))
+        self._grown, shape.tokens = shape, Later(torch.cat(tokens))
         return Draft(shape.tokens, shape.parents, q=q, hints=Hints(chances=shape.chances, cost=self._cost))
 
     def _logits_there(

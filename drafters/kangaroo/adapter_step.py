@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,9 +22,10 @@ from specdec.runners.attention import attend, attend_all
 from specdec.runners.linear import HeadOf, LinearKernel, PackedWeight, linear_kernel
 from specdec.runners.native_layers import NativeHead, NativeLayer, NativeLayers, runs_heads_of
 from specdec.runners.rotary import rotate, signed
-from specdec.step.batched_rows import rows_of
-from specdec.step.block import Block
+from specdec.runners.rows import Rows
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.joining import joined
+from specdec.step.step_io import StepInput
 
 __all__ = ["AdapterCache", "AdapterStep", "Nodes"]
 
@@ -99,7 +101,7 @@ class AdapterStep:
         features = [nodes.features for nodes in brought]
         sizes, scored_counts = (
             [len(own) for own in features],
-            [len(one.features) if one.block.first else 1 for one in brought],
+            [one.step.rows if one.step.rows < one.step.tree[-1] else 1 for one in brought],
         )
         rows = features[0] if len(features) == 1 else torch.cat(features)
         if self._layer is None:
@@ -121,16 +123,15 @@ class AdapterStep:
 
     def _attended(self, states: torch.Tensor, nodes: Nodes, wanted: int) -> torch.Tensor:
         """[N, H d] attention outputs of the last N nodes; ``states`` as in ``_store``."""
-        block, cache = nodes.block, nodes.block.cache
-        first = block.length + block.first
-        last = first + block.rows
-        if block.parents is None:  # the last node sees everything
+        (part,) = Rows(nodes.step).parts
+        cache, first, last = part.cache, part.length + part.first, part.length + part.last
+        if part.parents is None:  # the last node sees everything
             queries = self._store(states, cache, first, range(first, last))
             keys, values = (stored[0].narrow(2, 0, last) for stored in (cache.keys, cache.values))
             attended = attend_all(queries[None, :, -1:], keys, values)
         else:
-            places = [block.length + depth for depth in block.depths[block.first :]]
-            attended = attend(self._store(states, cache, first, places)[None], block, 0, self.config.head_dim**-0.5)
+            places: list[int] = part.numbers[part.first :].tolist()
+            attended = attend(self._store(states, cache, first, places)[None], part, 0, self.config.head_dim**-0.5)
         return attended[0].transpose(0, 1).reshape(wanted, -1)
 
     def _native(
@@ -141,12 +142,12 @@ class AdapterStep:
         sizes: list[int],
         wanted: list[int],
     ) -> torch.Tensor:
-        block, ends = rows_of([nodes.block for nodes in brought]), accumulate(sizes)
+        step, ends = joined([nodes.step for nodes in brought]), accumulate(sizes)
         scored = [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]
         head = self._native_head
-        reading = None if head is None else head.reading(len(rows), scored, False)
-        cos, signed_sin = self._rotary(block.end)
-        hidden, _ = layer.run(rows, block, cos, signed_sin, 0, 1, (), by_row=False, reading=reading)
+        reading = None if head is None else head.reading(len(rows), np.array(scored), False)
+        cos, signed_sin = self._rotary(step.end)
+        hidden, _ = layer.run(rows, step, cos, signed_sin, 0, 1, (), by_row=False, reading=reading)
         if reading is None:
             return self._head(self._normed(hidden[scored], self.norm))
         assert reading.logits is not None
@@ -187,11 +188,11 @@ class Nodes(NamedTuple):
 
     Attributes:
         features: [T, D] hidden states at the exit layer.
-        block: the nodes' block in the adapter's cache; without a tree, its rows are a chain that ends in the root.
+        step: the nodes in the adapter's cache; without a tree, they are a chain that ends in the root.
     """
 
     features: torch.Tensor
-    block: Block
+    step: StepInput
 
 
 def _stored(*parts: nn.Linear) -> LinearKernel:

@@ -39,16 +39,16 @@ from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
 from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
-from specdec.drafting.joint_forward import Forward
 from specdec.errors import CheckpointError, ConfigError, shown
 from specdec.models.transformers_target import TransformersTarget
 from specdec.sampling.noise import Noise
 from specdec.settings.parsing import check_positive
 from specdec.step import device_copies
-from specdec.step.block import Block
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.tree import Draft, Entry, Hints
-from specdec.target import Target
+from specdec.step.later import Later
+from specdec.step.step_io import Entering, LayerPlan, StepInput
+from specdec.step.tree import Draft, Hints
+from specdec.target import Target, TargetOutput, forward_pass
 
 __all__ = ["Kangaroo", "KangarooConfig", "check_adapter"]
 
@@ -179,7 +179,7 @@ def check_adapter(config: AdapterConfig, target: Target, *, check_target: bool =
 class KangarooSession(BatchedSession):
     def __init__(self, drafter: Kangaroo, context: Context) -> None:
         self._drafter, self._adapter, self._context = drafter, drafter.adapter, context
-        self._forward = Forward(context.target, drafter.exit_layer)
+        self._plan = LayerPlan(drafter.exit_layer)
         self._gamma = min(drafter.gamma, context.max_rows)  # more would not fit a step
         most = min(self._gamma * drafter.branch, context.max_rows)  # rows below the root
         text = context.prompt_length + context.remaining
@@ -224,9 +224,9 @@ class KangarooSession(BatchedSession):
             return Draft(tokens, parents)
         if self._reads_prefix:
             self._ids = torch.tensor([context.tokens], device=self._ids.device)
-        root = self._shallow(tokens, parents, depths)
-        features = [(yield root).hidden]
-        unread: list[torch.Tensor] = [root.brought.block.tokens[0]] if self._stays else []
+        root: TargetOutput = yield self._shallow(tokens, parents, depths)
+        features = [root.hidden]
+        unread: list[torch.Tensor] = [root.rows.tokens[0]] if self._stays else []
         q: dict[int, torch.Tensor] = {}
         nodes, reached, cost = range(1), [1.0], 0.0  # rows to guess behind, and the chances that all above is right
         while nodes and depths[nodes[0]] < most and len(parents) < row_budget:
@@ -240,13 +240,13 @@ class KangarooSession(BatchedSession):
             if self._stays:
                 count, reached = self._unread(reached[0], first, min(left, len(places)))
                 unread.append(drafter.vocabulary.tokens_at(places[:count].clamp(min=0)))
-                chosen, above = device_copies.Later(unread[-1]), [last] * count
+                chosen, above = Later(unread[-1]), [last] * count
             else:
                 if listed is None:
                     # In one copy from the device; a number is exact in float64, too.
                     read = device_copies.reading(torch.cat((places.double(), shares.double())))
                     if self._ahead:
-                        ahead = device_copies.Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
+                        ahead = Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
                         hidden = (yield self._shallow(ahead, [*parents, last], [*depths, depths[last] + 1])).hidden
                     numbers_read = read()
                     listed = [(numbers_read[: len(places)], numbers_read[len(places) :])]
@@ -280,9 +280,9 @@ class KangarooSession(BatchedSession):
             features.append(hidden if self._ahead else (yield self._shallow(chosen, parents, depths)).hidden)
             nodes = range(first, first + len(reached))
         cost += (len(features) - 1) * self._shallow_price
-        entry = Entry(drafter.exit_layer, torch.cat(features))
+        entry = Entering(drafter.exit_layer, torch.cat(features))
         if self._stays:
-            self._tokens = device_copies.Later(torch.cat([own.to(self._ids.device) for own in unread]))
+            self._tokens = Later(torch.cat([own.to(self._ids.device) for own in unread]))
         return Draft(self._tokens, parents, q=q, entry=entry, hints=Hints(cost=cost))
 
     def _unread(self, reached: float, rows: int, most: int) -> tuple[int, list[float]]:
@@ -385,24 +385,20 @@ class KangarooSession(BatchedSession):
 
     def _shallow(self, rows: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Pass:
         """These tokens, the draft's last rows, through layers [0, l), into their slots."""
-        context, target = self._context, self._context.target
-        chain = depths[-1] == len(depths) - 1
-        block = Block(
-            context.cache, rows, parents=None if chain else parents, depths=None if chain else depths,
-            first=len(depths) - len(rows), device=target.device, backend=target.backend,
-        )  # fmt: skip
-        return self._forward.of(block)
+        tree = None if depths[-1] == len(depths) - 1 else (parents, depths)
+        step = StepInput.of(self._context.cache, rows, tree, first=len(depths) - len(rows), plan=self._plan)
+        return forward_pass(self._context.target, step)
 
     def _guess(self, rows: Sequence[int], features: torch.Tensor, parents: Sequence[int]) -> Passes[torch.Tensor]:
-        """[N, d] logits after some rows, whose features are computed first; the root's block fills the cache's gap."""
+        """[N, d] logits after some rows, whose features are computed first; the root's rows fill the cache's gap."""
         own, features, begins = self._own, features[: len(rows)], rows[0] == 0
         if begins:
             features = own.catch_up(features)
-        block = own.text_block(range(len(features))) if begins else own.draft_block(rows, parents)
-        nodes = Nodes(features.to(self._adapter.norm.device), block)
+        step = own.text_rows(range(len(features))) if begins else own.draft_rows(rows, parents)
+        nodes = Nodes(features.to(self._adapter.norm.device), step)
         logits: torch.Tensor = yield Pass(self._drafter.guess, nodes, self._drafter.batch_invariant)
         if begins:
-            own.read_text(block)
+            own.read_text(step)
         return logits
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:

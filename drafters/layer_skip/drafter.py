@@ -12,7 +12,7 @@ With ``exit_layer`` the last layers are left out, for models that were trained f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from drafters.heads.growing import Behind, GrowingOptions, GrowingSession
 from drafters.heads.growth import Growth
 from drafters.kangaroo.drafter import Kangaroo, KangarooConfig
-from drafters.layer_skip.forward import Skip, SkippedForward, halves_of
+from drafters.layer_skip.forward import Skip, halves_of
 from drafters.layer_skip.search import best_skip, share_of
 from drafters.layer_skip.times import Times, assumed, times_of
 from drafters.shared.own_cache import OwnCache
@@ -29,7 +29,8 @@ from specdec.drafter import Context, DrafterBase, Observation
 from specdec.errors import ConfigError, shown
 from specdec.settings.parsing import check_positive
 from specdec.step.forward_passes import Pass, Passes
-from specdec.target import Target
+from specdec.step.step_io import StepInput
+from specdec.target import Forward, Target
 
 __all__ = ["LayerSkip", "LayerSkipConfig"]
 
@@ -177,10 +178,10 @@ class LayerSkipSession(GrowingSession):
         weights = plain * share_of(target, skip, drafter.times(context))
         depth = min(options.tokens, max(context.max_rows - 1, 1))
         super().__init__(context, drafter.vocabulary, options, depth=depth, weights=weights)
-        self._forward = SkippedForward(target, skip)
+        self._forward = Forward(target, skip.plan(target.num_layers))
         # Rows that run need slots of the target's cache, which has room for the rows of one step.
         self._width = max(1, min(self._width, (context.max_rows - 1) // max(depth - 1, 1)))
-        self._own = OwnCache(context.cache, device=target.device, backend=target.backend)
+        self._own = OwnCache(context.cache)
         self._logits: torch.Tensor | None = None
 
     def _ready(self) -> bool:
@@ -191,13 +192,17 @@ class LayerSkipSession(GrowingSession):
         self._learn(seen)
 
     def _begin(self, deepest: int) -> Passes[None]:
-        block = self._own.text_block([self._context.root])
-        self._logits = yield Pass(self._forward, block)
-        self._own.read_text(block)
+        step = self._own.text_rows([self._context.root])
+        yield from self._run(step)
+        self._own.read_text(step)
 
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
         if grown.depths[level[0]]:
-            block = self._own.draft_block(level, grown.parents, [grown.tokens[node] for node in level])
-            self._logits = yield Pass(self._forward, block)
+            tokens = [grown.tokens[node] for node in level]
+            yield from self._run(self._own.draft_rows(level, grown.parents, tokens))
         assert self._logits is not None
         return Behind(self._logits)
+
+    def _run(self, step: StepInput) -> Passes[None]:
+        output = yield Pass(self._forward, replace(step, plan=self._forward.plan))
+        self._logits = output.logits

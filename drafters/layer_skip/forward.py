@@ -1,20 +1,15 @@
-"""Running a target with some sublayers left out, into the draft rows' slots in its own cache."""
+"""What is left out of a target that drafts for itself, into the draft rows' slots in its own cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
-import torch
-
-from specdec.step.batched_rows import rows_of
-from specdec.step.block import Block
-from specdec.step.tree import Entry
+from specdec.step.step_io import LayerPlan, Part
 from specdec.target import Target
 
-__all__ = ["Skip", "SkippedForward", "halves_of"]
+__all__ = ["Skip", "halves_of"]
 
 
 @dataclass(frozen=True)
@@ -38,51 +33,15 @@ class Skip:
     def __bool__(self) -> bool:
         return bool(self.attention or self.mlp)
 
-    def runs(self, layers: int) -> list[tuple[str | None, int, int]]:
-        """What runs, in order: ranges [first, last) of layers, each with the part that is left out of all of them."""
-        parts = [
-            (layer, "mlp" if layer in self.mlp else "attention" if layer in self.attention else None)
-            for layer in range(layers)
-            if layer not in self.whole
-        ]
-        # Consecutive layers without the same part have the same difference of layer and place.
-        groups = [[*own] for _, own in groupby(enumerate(parts), key=lambda one: (one[1][0] - one[0], one[1][1]))]
-        return [(own[0][1][1], own[0][1][0], own[-1][1][0] + 1) for own in groups]
+    def plan(self, layers: int) -> LayerPlan:
+        """What runs of a model of so many layers.
 
-
-@dataclass(frozen=True)
-class SkippedForward:
-    """Runs blocks of several sequences through a target's sublayers except those in ``skip``; gives all rows' logits.
-
-    A sublayer of attention that runs stores its keys and values in the rows' slots; one that is left out stores none,
-    and none of the draft's rows looks for them.
-    """
-
-    target: Target
-    skip: Skip
-
-    def __call__(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
-        """[T, V] logits for each block of T rows."""
-        target, rows = self.target, rows_of(blocks)
-        logits: torch.Tensor | None = None
-        hidden: torch.Tensor | None = None
-        with target.active():
-            for without, first, last in self.skip.runs(target.num_layers):
-                if hidden is None and (first or without):
-                    hidden = target.embed(rows.ids)
-                if without is not None:
-                    runner = halves_of(target, without)
-                    hidden, _ = runner.run(hidden, rows, first, last, ())
-                    continue
-                entry = None if hidden is None else Entry(first, hidden)
-                if last == target.num_layers:
-                    logits = target.forward(rows, entry=entry).logits
-                else:
-                    hidden = target.forward(rows, entry=entry, exit_layer=last, rows=()).hidden
-            if logits is None:  # the last layer is left out, wholly or in part; the head reads what came before
-                hidden = target.embed(rows.ids) if hidden is None else hidden
-                logits = target.head(target.norm(hidden))
-        return [*torch.split(logits, [block.rows for block in blocks])]
+        A sublayer of attention that runs stores its keys and values in the rows' slots; one that is left out stores
+        none, and none of the draft's rows looks for them.
+        """
+        none = Part(0)
+        attends = [none if layer in self.attention else Part.ATTENTION for layer in range(layers)]
+        return LayerPlan(parts=tuple(own if layer in self.mlp else own | Part.MLP for layer, own in enumerate(attends)))
 
 
 def halves_of(target: Target, without: str) -> Any:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from drafters.layer_skip.forward import Skip, SkippedForward, halves_of
+from drafters.layer_skip.forward import Skip, halves_of
 from drafters.layer_skip.times import Times, layer_weights
-from specdec.step.block import Block
+from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput, Wanted
 from specdec.target import Target
 
 __all__ = ["Choice", "Effect", "best_skip", "choices", "effects", "gain", "least_change", "share_of"]
@@ -103,17 +103,21 @@ def gain(agreement: float, cost: float, depth: int) -> float:
 
 def effects(target: Target, tokens: Sequence[int]) -> tuple[list[Effect], torch.Tensor]:
     """The effects of each layer on a text, and the [T] likeliest next tokens."""
-    count, block = target.num_layers, _block(target, tokens)
-    halves = halves_of(target, "mlp") if halves_of(target, "attention") is not None else None
+    count, cache = target.num_layers, target.new_cache(capacity=len(tokens), rows=len(tokens))
+    halved = None not in (halves_of(target, "attention"), halves_of(target, "mlp"))
     found = list[Effect]()
     with target.active():
-        output = target.forward(block, taps=range(count + 1))
+        output = target.forward(StepInput.of(cache, tokens, wanted=Wanted(hidden=range(count + 1))))
         for layer in range(count):
             given, got = output.taps[layer], output.taps[layer + 1]
-            if halves is None:
+            if not halved:
                 found.append(Effect(_change(given, got)))
             else:
-                between, _ = halves.run(given, block, layer, layer + 1, ())
+                attending = LayerPlan(layer + 1, (Part.ATTENTION,) * count)
+                entering = Entering(layer, given)
+                between = target.forward(
+                    StepInput.of(cache, tokens, plan=attending, wanted=NOTHING, entering=entering)
+                ).hidden
                 found.append(Effect(_change(given, got), _change(given, between), _change(between, got)))
         assert output.logits is not None
         return found, output.logits.argmax(-1)
@@ -122,11 +126,6 @@ def effects(target: Target, tokens: Sequence[int]) -> tuple[list[Effect], torch.
 def _change(given: torch.Tensor, got: torch.Tensor) -> float:
     similar = F.cosine_similarity(given.float(), got.to(given.device).float(), -1)
     return max(0.0, 1 - float(similar.mean()))
-
-
-def _block(target: Target, tokens: Sequence[int]) -> Block:
-    cache = target.new_cache(capacity=len(tokens), rows=len(tokens))
-    return Block(cache, tokens, device=target.device, backend=target.backend)
 
 
 def best_skip(target: Target, tokens: Sequence[int], depth: int, times: Times) -> Skip:
@@ -142,7 +141,11 @@ def best_skip(target: Target, tokens: Sequence[int], depth: int, times: Times) -
         skip = Skip.of((), attention, mlp)
         if not 0 < len(attention) + len(mlp) < 2 * target.num_layers:
             continue
-        (logits,) = SkippedForward(target, skip)([_block(target, tokens)])
+        cache = target.new_cache(capacity=len(tokens), rows=len(tokens))
+        step = StepInput.of(cache, tokens, plan=skip.plan(target.num_layers))
+        with target.active():
+            logits = target.forward(step).logits
+        assert logits is not None
         agreement = float((logits.argmax(-1) == likeliest).float().mean())
         if (value := gain(agreement, share_of(target, skip, times), depth)) > best[1]:
             best = skip, value

@@ -17,7 +17,7 @@ from specdec.models.inspection import weights_in
 from specdec.settings.files import write_json
 from specdec.settings.validation import read_json
 from specdec.step import device_copies
-from specdec.step.block import Block
+from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput
 from specdec.target import Target
 
 __all__ = ["Times", "assumed", "measure", "times_of"]
@@ -119,15 +119,17 @@ def measure(target: Target, clock: Callable[[], float] = perf_counter) -> Times:
         for group in cache.groups:  # never written, they may hold numbers that are slow to compute with
             group.clear()
         cache.length = length
-        block = Block(cache, [0], device=target.device, backend=target.backend)
         hidden = target.embed([0])
+        row = StepInput.of(cache, [0], wanted=NOTHING)
         works: dict[str, Callable[[], object]] = {
-            "layers": lambda: target.forward(block, exit_layer=None, rows=()),
+            "layers": lambda: target.forward(row),
             "head": lambda: target.head(target.norm(hidden)),
         }
         if _apart(target):
-            for part, without in (("attention", "mlp"), ("mlp", "attention")):
-                works[part] = partial(halves_of(target, without).run, hidden, block, 0, layers, ())
+            for name, part in (("attention", Part.ATTENTION), ("mlp", Part.MLP)):
+                plan, entering = LayerPlan(parts=(part,) * layers), Entering(0, hidden)
+                half = StepInput.of(cache, [0], plan=plan, wanted=NOTHING, entering=entering)
+                works[name] = partial(target.forward, half)
         seconds: dict[str, list[float]] = {name: [] for name in works}
         for work in works.values():  # the first of each does not count
             work()

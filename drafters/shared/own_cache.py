@@ -7,9 +7,9 @@ and always has the same three tasks. :class:`OwnCache` does them:
    token, leaves of a draft, another drafter's rows, and tokens of steps in which the session rested. These run before
    the next draft, in a chain that ends in the root. A drafter that reads tokens finds them by ``lacking``; one that
    reads the target's hidden states (``taps``) keeps those with ``defer`` in ``observe`` and gets them back from
-   ``catch_up``. ``text_block`` is the chain's block, and ``read_text`` is called after its pass.
+   ``catch_up``. ``text_rows`` are the chain's rows, and ``read_text`` is called after its pass.
 2. *Rows of the draft.* The root is row 0 of the round, behind the text, and stays a scratch row until the step is
-   verified. ``draft_block`` puts further rows of the draft into scratch slots: a level of a tree at a time, or the
+   verified. ``draft_rows`` puts further rows of the draft into scratch slots: a level of a tree at a time, or the
    next token of a chain. Only rows with guesses behind them have to run, so indices differ: ``rows`` has the draft's
    index for each row of the round.
 3. *Rows that became text.* ``commit`` finds them by the emitted tokens, whichever drafter proposed them, moves them
@@ -25,11 +25,11 @@ Example: a drafter that reads the target's hidden states for rows that it propos
     def passes(self, row_budget):
         own.begin()
         hidden = own.catch_up(root_hidden)  # [T, D]
-        block = own.text_block(range(len(hidden)))
-        logits = yield Pass(run, (hidden, block))
-        own.read_text(block)
+        rows = own.text_rows(range(len(hidden)))
+        logits = yield Pass(run, (hidden, rows))
+        own.read_text(rows)
         ...  # tokens and parents of the draft, and the rows among them that are guessed behind
-            logits = yield Pass(run, (hidden_of(rows), own.draft_block(rows, parents)))
+            logits = yield Pass(run, (hidden_of(rows), own.draft_rows(rows, parents)))
 
     def observe(self, seen):
         known = own.commit(seen, tokens)
@@ -47,8 +47,8 @@ from collections.abc import Sequence
 import torch
 
 from specdec.drafter import Observation
-from specdec.step.block import Block
 from specdec.step.cache import KVCache
+from specdec.step.step_io import ALL, StepInput, Wanted
 
 __all__ = ["OwnCache"]
 
@@ -58,17 +58,14 @@ class OwnCache:
 
     Args:
         cache: an empty cache with room for the text and the rows of a round.
-        device: device on which the drafter embeds rows; None where it does not build inputs from a block.
-        backend: attention backend of the blocks, see :mod:`specdec.runners.attention`.
 
     Attributes:
         rows: the draft's index of each row of the round; the first is the root, 0.
         parents: the parent of each row of the round, as an index of the round; -1 for the root.
     """
 
-    def __init__(self, cache: KVCache, *, device: torch.device | None = None, backend: str = "auto") -> None:
+    def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self._device, self._backend = device, backend
         self._deferred: list[torch.Tensor] = []
         self.begin()
 
@@ -104,13 +101,13 @@ class OwnCache:
         self._deferred.clear()
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
-    def text_block(self, tokens: Sequence[int]) -> Block:
-        """The block of text behind the cache's text; ``range(T)`` serves where a block's tokens are not read."""
-        return Block(self.cache, tokens, device=self._device, backend=self._backend)
+    def text_rows(self, tokens: Sequence[int], wanted: Wanted = ALL) -> StepInput:
+        """Rows of text behind the cache's text; ``range(T)`` serves where their tokens are not read."""
+        return StepInput.of(self.cache, tokens, wanted=wanted)
 
-    def read_text(self, block: Block, *, root: bool = True) -> None:
-        """Commit the rows of a text block after its pass; not the last one, the round's root, if ``root`` is set."""
-        self.cache.commit(range(block.rows - root))
+    def read_text(self, step: StepInput, *, root: bool = True) -> None:
+        """Commit rows of text after their pass; not the last one, the round's root, if ``root`` is set."""
+        self.cache.commit(range(step.rows - root))
         if root:
             self._append(0, -1)
 
@@ -119,27 +116,19 @@ class OwnCache:
         self.cache.commit(range(rows - 1))
         self._append(0, -1)
 
-    def draft_block(self, rows: Sequence[int], parents: Sequence[int], tokens: Sequence[int] | None = None) -> Block:
-        """The block of further rows of the draft, behind the rows that have run.
+    def draft_rows(self, rows: Sequence[int], parents: Sequence[int], tokens: Sequence[int] | None = None) -> StepInput:
+        """Further rows of the draft, behind the rows that have run.
 
         Args:
             rows: the draft's indices of these rows; each row's parent is in the round.
             parents: the parents of all rows of the draft.
-            tokens: the rows' tokens; None where a block's tokens are not read.
+            tokens: the rows' tokens; None where they are not read.
         """
         first = len(self.rows)
         for row in rows:
             self._append(row, self._place[parents[row]])
-        tree = (None, None) if self._is_chain else (self.parents, self._depths)
-        return Block(
-            self.cache,
-            rows if tokens is None else tokens,
-            parents=tree[0],
-            depths=tree[1],
-            first=first,
-            device=self._device,
-            backend=self._backend,
-        )
+        tree = None if self._is_chain else (self.parents, self._depths)
+        return StepInput.of(self.cache, rows if tokens is None else tokens, tree, first=first)
 
     def _append(self, row: int, parent: int) -> None:
         own = len(self.rows)

@@ -24,7 +24,7 @@ from specdec.errors import ConfigError, SpecdecWarning
 from specdec.native.library import digest_of_library
 from specdec.settings.files import cache_folder
 from specdec.step import device_copies
-from specdec.step.block import Block
+from specdec.step.step_io import StepInput
 from specdec.step.tree import Draft
 from specdec.target import Target
 
@@ -210,10 +210,10 @@ def measure(
         cache.length = length + next(longer)
         if tree:
             draft = Draft(tokens[:count], [-1, *((row - 1) // 2 for row in range(1, count))])
-            block = Block.of(draft, cache, target.device, target.backend)
+            step = StepInput.of(cache, draft.tokens, draft.tree)
         else:
-            block = Block(cache, tokens[:count], device=target.device, backend=target.backend)
-        return max(device_copies.seconds_of(lambda: target.forward(block), target.device, clock), _TICK)
+            step = StepInput.of(cache, tokens[:count])
+        return max(device_copies.seconds_of(lambda: target.forward(step), target.device, clock), _TICK)
 
     with target.active():
         cache = target.new_cache(capacity=lengths[-1] + _GROWTH, rows=rows[-1])

@@ -10,9 +10,10 @@ import torch
 
 from specdec.drafter import BatchedSession, Context, Drafter, DraftSession
 from specdec.errors import DraftError, shown
-from specdec.step.device_copies import Later
 from specdec.step.forward_passes import Passes
-from specdec.step.tree import NO_HINTS, Draft, Entry, Hints
+from specdec.step.later import Later
+from specdec.step.step_io import Entering
+from specdec.step.tree import NO_HINTS, Draft, Hints
 from specdec.target import Target
 
 __all__ = ["check_rows", "propose_at_once", "proposing", "session_of", "top_k_of"]
@@ -112,8 +113,8 @@ def _misfit(draft: Draft, target: Target) -> str | None:
     entry = draft.entry
     if entry is None:
         return None
-    if not isinstance(entry, Entry):
-        return f"a draft whose entry is {_typed(entry)}; it must be an Entry"
+    if not isinstance(entry, Entering):
+        return f"a draft whose entry is {_typed(entry)}; it must be an Entering"
     if not isinstance(entry.layer, int) or not 0 < entry.layer <= target.num_layers:
         return f"a draft whose entry.layer is {shown(entry.layer)}; it must be a layer from 1 to {target.num_layers}"
     hidden, shape = entry.hidden, [len(draft), target.hidden_size]

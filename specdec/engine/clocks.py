@@ -24,11 +24,11 @@ from specdec.drafter import (
     ReadbackSession,
     RestingSession,
 )
-from specdec.drafting.joint_forward import ForwardRows, forward_together
 from specdec.step.first_time import FirstTimes
 from specdec.step.forward_passes import Pass, Passes, resume
+from specdec.step.step_io import StepInput
 from specdec.step.tree import Draft
-from specdec.target import Target, TargetOutput
+from specdec.target import Target, TargetOutput, run_steps
 
 __all__ = ["Drafting", "Run", "TimedDrafter", "TimedTarget"]
 
@@ -56,12 +56,12 @@ class TimedTarget:
         """Forget the forwards so far."""
         self.runs.clear()
 
-    def run(self, parts: Sequence[ForwardRows]) -> list[TargetOutput]:
-        """As :func:`specdec.drafting.joint_forward.forward_together`; a forward that raises is not kept."""
+    def run(self, steps: Sequence[StepInput]) -> list[TargetOutput]:
+        """As :func:`specdec.target.run_steps`; a forward that raises is not kept."""
         began = perf_counter()
-        outputs = forward_together(self._target, parts)
+        outputs = run_steps(self._target, steps)
         seconds = perf_counter() - began
-        rows = sum([part.block.rows for part in parts])
+        rows = sum([step.rows for step in steps])
         self.runs.append(Run(rows, seconds, any(output.first_time for output in outputs)))
         return outputs
 

@@ -149,8 +149,8 @@ class Decoding:
         spent.target += target
         spent.rest += rest
         stats.acceptance_lengths.append(len(verdict.tokens))
-        stats.rows.append(rows.block.rows)
-        step = Step(len(self.steps), verdict.tokens, rows.block.rows, self.sequence.drafter.name, None, first_time)
+        stats.rows.append(rows.step.rows)
+        step = Step(len(self.steps), verdict.tokens, rows.step.rows, self.sequence.drafter.name, None, first_time)
         self.steps.append(step)
         if self._traces:
             step.trace = self._trace(rows, step)
@@ -164,9 +164,9 @@ class Decoding:
         if policy is None or rows is None or verdict is None or rows.draft is None or not rows.asked:
             return
         if self.sequence.drafter.plans_rows:  # it judges its rows itself
-            policy.prices.learn(rows.block.rows, len(verdict.tokens), rows.block.length)
+            policy.prices.learn(rows.step.rows, len(verdict.tokens), rows.step.lengths[0])
         else:
-            policy.learn(rows.draft, verdict.path, rows.block.length)
+            policy.learn(rows.draft, verdict.path, rows.step.lengths[0])
 
     def _trace(self, rows: ScheduledRows, step: Step) -> StepTrace:
         """The trace of a step; accepted rows after the text's end are cut."""

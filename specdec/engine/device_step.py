@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from specdec.drafter import DeviceStep, DraftSession, ReadbackSession
+from specdec.runners.sent_rows import SentText
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores, finite_argmax
 from specdec.sampling.verify import (
@@ -31,8 +32,8 @@ from specdec.sampling.verify import (
     verifier_for,
     verify,
 )
-from specdec.step import device_copies
-from specdec.step.block import Block
+from specdec.step.later import Later
+from specdec.step.step_io import StepInput
 from specdec.step.tree import Draft
 from specdec.target import TargetOutput
 
@@ -72,16 +73,16 @@ class DeviceVerification(Verification):
             arrays["paths"] = paths_of(draft, range(len(draft)) if rows is None else rows)
         return arrays
 
-    def read(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Readback | None:
-        sampler, late = self.sampler, draft.tokens if type(draft.tokens) is device_copies.Later else None
+    def read(self, draft: Draft, step: StepInput, output: TargetOutput) -> Readback | None:
+        rows, sampler, late = step.wanted.scored, self.sampler, draft.tokens if type(draft.tokens) is Later else None
         if not sampler.takes_together:
             return None  # its processors read each row themselves
         if not (self._session or self._top_k > 1 or late or sampler.sample or sampler.processors):
             return self._likeliest(draft, rows, output)
         scores = output.scores(rows)
         rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
-        picked = scores.device_picked() if any(block.draws) and rule is match else None  # drawn with the logits
-        depths = self._process(draft, block, scores) if picked is None else []
+        picked = scores.device_picked() if sampler.draws_there and rule is match else None  # drawn with the logits
+        depths = self._process(draft, scores, output) if picked is None else []
         read, judge = _read_of(rule, draft, scores, sampler)
         best, own = decide(sampler, scores, () if rule is reject else depths)
         if picked is not None:
@@ -89,7 +90,7 @@ class DeviceVerification(Verification):
         top = [scores.top(self._top_k)] if self._top_k > 1 else []
         if top and sampler.sample:
             top.append(scores.logits.gather(1, top[0]).float())
-        asked = None if rule is not match else self._readback(draft, block, scores, output, own)
+        asked = None if rule is not match else self._readback(draft, step, scores, output, own)
         tokens = [] if late is None else [late.tensor]
         drawn = [] if own is best else [own if picked is None else picked[0]]
         tensors = [*drawn, *read, *top, *tokens, *([] if asked is None else [asked])]
@@ -130,56 +131,68 @@ class DeviceVerification(Verification):
 
         return Readback([argmax], verdict_of)
 
-    def decides(self, draft: Draft) -> bool:
-        """Whether ``match`` decides, by the argmax of logits or by draws at a temperature alone."""
+    def decides(self, draft: Draft) -> npt.NDArray[np.bool_] | None:
+        """Where ``match`` decides, by the argmax of logits or by draws at a temperature alone."""
         sampler = self.sampler
         if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
-            return False
-        return any(sampler.draws) if sampler.sample else not sampler.processors
+            return None
+        if not (sampler.draws_there if sampler.sample else not sampler.processors):
+            return None
+        rows = np.ones(len(draft), dtype=np.bool_)
+        rows[[*draft.probes]] = False
+        return rows
 
-    def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Verdict:
-        readback = self.read(draft, rows, block, output)
+    def verify(self, draft: Draft, step: StepInput, output: TargetOutput) -> Verdict:
+        readback = self.read(draft, step, output)
         if readback is None:
-            return super().verify(draft, rows, block, output)
+            return super().verify(draft, step, output)
         Readback.copy([readback])
         return readback.verdict()
 
-    def _process(self, draft: Draft, block: Block, scores: Scores) -> list[int]:
+    def _process(self, draft: Draft, scores: Scores, output: TargetOutput) -> list[int]:
         """Apply the processors to the scored rows, without a copy to the host; returns the rows' depths."""
         rows = range(len(draft)) if scores.rows is None else scores.rows
         depths = [draft.depths[row] for row in rows]
         if self.sampler.processors:
             device = scores.logits.device
             paths = unread = torch.empty(0, dtype=torch.long, device=device)
-            if "paths" in block.sent:
-                sent = block.sent["paths"]
-                paths = block.tokens[0].index_select(0, sent.flatten()).view(sent.shape).to(device)
-                unread = block.sent["unread"].to(device)
+            there = _sent(output)
+            if "paths" in there.sent:
+                sent = there.sent["paths"]
+                paths = there.tokens[0].index_select(0, sent.flatten()).view(sent.shape).to(device)
+                unread = there.sent["unread"].to(device)
             scores.processed = self.sampler.together(
                 scores.logits, paths, unread, depths, lambda place: draft.path_tokens(rows[place])
             )
         return depths
 
     def _readback(
-        self, draft: Draft, block: Block, scores: Scores, output: TargetOutput, own: torch.Tensor
+        self, draft: Draft, step: StepInput, scores: Scores, output: TargetOutput, own: torch.Tensor
     ) -> torch.Tensor | None:
         """The tensor that the session reads back; ``own``: the target's token after each scored row, on the device."""
         if self._session is None:
             return None
-        walked = scores.device_walked() if block.decides else None
+        walked = scores.device_walked() if step.wanted.decide is not None else None
         if walked is not None:
             return self._session.readback(DeviceStep(scores, output.taps, walked[:1], walked[1:2], walked[2:]))
-        device = own.device
+        device, there = own.device, _sent(output)
         arrays = (
-            block.tokens[0],
-            block.sent["parent_places"],
-            block.sent["eligible"],
-            block.seen(len(draft), device),
+            there.tokens[0],
+            there.sent["parent_places"],
+            there.sent["eligible"],
+            there.seen(len(draft), device),
         )
         last = last_row(own, *(tensor.to(device) for tensor in arrays))
         depth = arrays[-1].to(device).index_select(0, last).sum(1) - 1
-        place = torch.searchsorted(block.sent["rows"].to(device), last) if "rows" in block.sent else last
+        place = torch.searchsorted(there.sent["rows"].to(device), last) if "rows" in there.sent else last
         return self._session.readback(DeviceStep(scores, output.taps, last, depth, own.index_select(0, place)))
+
+
+def _sent(output: TargetOutput) -> SentText:
+    """A sequence's rows as they were run, with what went to the device."""
+    rows = output.rows
+    assert isinstance(rows, SentText)
+    return rows
 
 
 def paths_of(draft: Draft, rows: Sequence[int]) -> npt.NDArray[np.int64]:

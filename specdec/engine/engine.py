@@ -40,12 +40,13 @@ from specdec.parallel.load import load_parallel
 from specdec.parallel.rows import ShardedTarget
 from specdec.parallel.target import ParallelTarget
 from specdec.results import Chunk, Generation, Step
+from specdec.runners.packed_step import MOST_REPLAYED
 from specdec.sampling.processors import check_processors, settled
 from specdec.settings.arguments import checked, checked_fields
 from specdec.settings.copies import NotCopied
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies, torch_switches
-from specdec.step.block import MOST_REPLAYED, Block
+from specdec.step.step_io import NOTHING, StepInput, Wanted
 from specdec.target import Target
 
 __all__ = ["Decoding", "Engine", "Prompt"]
@@ -143,8 +144,8 @@ class Engine(NotCopied):
         chunk = min(self.chunk_rows, self.target.context_length)
         with self.target.active():
             cache = self.target.new_cache(capacity=chunk, rows=chunk)
-            block = Block(cache, [0] * chunk, device=self.target.device, backend=self.target.backend, again=False)
-            self.target.forward(block, taps=self.drafter.taps, rows=())
+            wanted = Wanted(NOTHING.logits, 0, self.drafter.taps)
+            self.target.forward(StepInput.of(cache, [0] * chunk, wanted=wanted, again=False))
         warm_up(self.drafter, self.target, rows, sequences)
         device_copies.wait(self.target.device)
         texts = "one sequence" if sequences == 1 else f"up to {sequences} sequences"

@@ -17,8 +17,8 @@ from specdec.engine.clocks import Drafting, TimedTarget
 from specdec.engine.decoding import Decoding
 from specdec.engine.step import StepResult, step
 from specdec.results import Step
+from specdec.runners.visibility import bucket
 from specdec.step import device_copies
-from specdec.step.visibility import bucket
 from specdec.target import Target
 
 __all__ = ["Learning", "Outcome"]
@@ -122,8 +122,8 @@ class Learning:
         runs = self._target.runs
         ran = [result.rows for result in results if result.rows is not None]
         return _Taken(
-            rows=sum([rows.block.rows for rows in ran]),
-            length=sum([rows.block.length for rows in ran]) // max(len(ran), 1),
+            rows=sum([rows.step.rows for rows in ran]),
+            length=sum([rows.step.lengths[0] for rows in ran]) // max(len(ran), 1),
             whole=bool(ran) and all(rows.is_whole for rows in ran),
             forward=runs[0].seconds if len(runs) == 1 else None,
             drafting=sum([own.seconds for own in spent]),
@@ -144,7 +144,7 @@ class Learning:
                 outcomes.append((decoding, result.error))
                 continue
             assert result.rows is not None
-            target = forward * result.rows.block.rows / taken.rows
+            target = forward * result.rows.step.rows / taken.rows
             done = decoding.took(result, began=began, target=target, rest=rest, first_time=taken.first_time)
             if done is not None:
                 outcomes.append((decoding, done))

@@ -7,12 +7,13 @@ are computed with it. Prefill is a step whose rows are all known, so the first s
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
+
+import numpy as np
 
 from specdec.costs.prices import UNBATCHED, BatchLoad, Rest
 from specdec.drafter import BatchedSession, Drafter, DraftSession, Observation, RestingSession
-from specdec.drafting.joint_forward import ForwardRows
 from specdec.drafting.sessions import check_rows, propose_at_once, proposing, session_of, top_k_of
 from specdec.engine.device_step import DeviceVerification
 from specdec.engine.ending import Ending
@@ -25,8 +26,8 @@ from specdec.results import TokenLogprobs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.verify import Readback, Verdict, Verification, match, verifier_for
 from specdec.step import device_copies
-from specdec.step.block import Block
 from specdec.step.forward_passes import Passes, waiting_for
+from specdec.step.step_io import NOTHING, StepInput, Wanted
 from specdec.step.tree import Draft
 from specdec.target import Target, TargetOutput
 
@@ -34,11 +35,12 @@ __all__ = ["ScheduledRows", "SequenceState"]
 
 
 @dataclass(slots=True, eq=False)
-class ScheduledRows(ForwardRows):
+class ScheduledRows:
     """The rows that one sequence has in a forward of the target: a draft, or a chunk of its prompt.
 
     Attributes:
         sequence: the sequence.
+        step: the rows.
         draft: as proposed; None for a chunk of the prompt.
         asked: whether the drafting session proposed the draft. A plain step while drafting rests is shown to the
             session as a chunk of the prompt is.
@@ -46,7 +48,8 @@ class ScheduledRows(ForwardRows):
         accepted: the path that verification found, before the text's end cut it.
     """
 
-    sequence: SequenceState = field(kw_only=True)
+    sequence: SequenceState
+    step: StepInput
     draft: Draft | None = None
     asked: bool = False
     readback: Readback | None = None
@@ -55,7 +58,8 @@ class ScheduledRows(ForwardRows):
     @property
     def is_whole(self) -> bool:
         """Whether the rows are a draft that goes through all layers and gets logits for every row."""
-        return self.draft is not None and self.entry is None and self.rows is None
+        step = self.step
+        return self.draft is not None and step.entering is None and step.wanted.logits is None
 
 
 class SequenceState:
@@ -170,8 +174,8 @@ class SequenceState:
         cache = self.context.cache
         start, size = cache.length, min(self._chunk, most)
         known = self.tokens[start : min(start + size, self.context.prompt_length - 1)]
-        block = Block(cache, known, device=self._target.device, backend=self._target.backend, again=False)
-        return ScheduledRows(block, (), taps=self._taps(resting), top_k=0, sequence=self)
+        wanted = Wanted(NOTHING.logits, 0, self._taps(resting))
+        return ScheduledRows(self, StepInput.of(cache, known, wanted=wanted, again=False))
 
     def _taps(self, resting: Rest) -> Collection[int]:
         """The hidden layers to ask for; none where drafting rests for long and the session can do without."""
@@ -209,18 +213,21 @@ class SequenceState:
         self, draft: Draft, verification: Verification, taps: Collection[int], top_k: int, *, asked: bool = False
     ) -> ScheduledRows:
         """A draft as rows of a forward; ``asked``: of the session."""
-        context, target, draft = self.context, self._target, verification.prepare(draft)
-        scored = draft.scored_rows()
-        sent = verification.arrays(draft, scored)
-        block = Block.of(draft, context.cache, target.device, target.backend, sent)
+        context, draft = self.context, verification.prepare(draft)
+        scored, draws = draft.scored_rows(), None
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
-            if block.apart:
-                block.draws = self._drawing
-            else:
-                block.draw = self._sampler.next_draw
-        if block.apart and verification.decides(draft):
-            block.decides, block.probes = True, draft.probes
-        return ScheduledRows(block, scored, draft.entry, taps, top_k, draft, asked, sequence=self)
+            draws = self._drawing
+        sent = verification.arrays(draft, scored)
+        wanted = Wanted(
+            None if scored is None else np.array(scored, dtype=np.int64),
+            top_k,
+            taps,
+            draws,
+            verification.decides(draft),
+            () if sent is None else (sent,),
+        )
+        step = StepInput.of(context.cache, draft.tokens, draft.tree, wanted=wanted, entering=draft.entry)
+        return ScheduledRows(self, step, draft, asked)
 
     def _row_budget(self, load: BatchLoad, resting: Rest) -> int:
         """Rows that the next draft may have."""
@@ -239,16 +246,16 @@ class SequenceState:
 
     def read(self, rows: ScheduledRows, output: TargetOutput) -> Readback | None:
         """The tensors to copy from a device before ``verify``; None if it reads them itself."""
-        return None if rows.draft is None else self._of(rows).read(rows.draft, rows.rows, rows.block, output)
+        return None if rows.draft is None else self._of(rows).read(rows.draft, rows.step, output)
 
     def verify(self, rows: ScheduledRows, output: TargetOutput) -> Verdict:
         """The accepted rows and the emitted tokens, cut where the text ends; for a chunk all of its rows."""
         if rows.draft is None:
-            return Verdict(range(rows.block.rows), rows.block.ids)
+            return Verdict(range(rows.step.rows), rows.step.ids.tolist())
         if rows.readback is not None:
             verdict = rows.readback.verdict()
         else:
-            verdict = self._of(rows).verify(rows.draft, rows.rows, rows.block, output)
+            verdict = self._of(rows).verify(rows.draft, rows.step, output)
         rows.accepted = verdict.path
         verdict.cut(self.ending.cut(verdict.tokens))
         if self._top is not None:
@@ -259,9 +266,9 @@ class SequenceState:
     def commit(self, rows: ScheduledRows, verdict: Verdict, output: TargetOutput) -> None:
         """Append the accepted rows to the cache and the emitted tokens to the text."""
         context = self.context
-        if rows.taps:
+        if rows.step.wanted.hidden:
             self._tell_missed()
-        context.cache.commit(verdict.path, moved=rows.block.moved)
+        context.cache.commit(verdict.path)
         if rows.draft is not None:
             context.tokens += verdict.tokens
         elif context.cache.length == context.prompt_length - 1:
@@ -276,8 +283,9 @@ class SequenceState:
                 self._kept.end()
             return
         if not rows.asked:
-            if rows.taps:
-                self.session.observe(Observation(None, verdict.path, rows.block.ids, taps=output.taps))
+            if rows.step.wanted.hidden:
+                ids = rows.step.ids.tolist()
+                self.session.observe(Observation(None, verdict.path, ids, taps=output.taps))
             elif self.drafter.taps:
                 self._missed = True
         elif self._tells:

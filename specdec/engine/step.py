@@ -16,11 +16,12 @@ from specdec.costs.prices import BatchLoad, Rest
 from specdec.engine.sequence import ScheduledRows, SequenceState
 from specdec.sampling.verify import Readback, Verdict
 from specdec.step.forward_passes import Passes, run_all
+from specdec.step.step_io import StepInput
 from specdec.target import TargetOutput
 
 __all__ = ["StepResult", "step"]
 
-Run = Callable[[Sequence[ScheduledRows]], Sequence[TargetOutput]]
+Run = Callable[[Sequence[StepInput]], Sequence[TargetOutput]]
 """Runs the rows of several sequences as one forward of the target; returns each sequence's part of the output."""
 
 
@@ -110,8 +111,8 @@ def schedule(
     batch: list[ScheduledRows] = []
     for sequence in drafted:
         scheduled = sequence.scheduled
-        if scheduled is not None and scheduled.block.rows <= left:
-            left -= scheduled.block.rows
+        if scheduled is not None and scheduled.step.rows <= left:
+            left -= scheduled.step.rows
             sequence.scheduled = None
             batch.append(scheduled)
     for sequence in sequences:
@@ -125,7 +126,7 @@ def schedule(
             continue
         if chunk is not None:
             batch.append(chunk)
-            left -= chunk.block.rows
+            left -= chunk.step.rows
     return batch
 
 
@@ -139,7 +140,7 @@ def forward(
     if not batch:
         return []
     try:
-        return [*zip(batch, run(batch), strict=True)]
+        return [*zip(batch, run([rows.step for rows in batch]), strict=True)]
     except Exception as error:
         if len(batch) == 1:
             results.append(StepResult(batch[0].sequence, error=error))

@@ -27,8 +27,9 @@ from specdec.runners.experts import choose_all
 from specdec.runners.layers import ModuleLayer
 from specdec.runners.linear import PackedModule
 from specdec.runners.replicas import Replicas
-from specdec.step.block import Block
+from specdec.runners.rows import Rows
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.step_io import StepInput
 from specdec.step.tree import Draft
 from specdec.target import Target
 
@@ -149,11 +150,11 @@ class Reference:
         if self._full is None and shadowed is not None:
             specs = [replace(spec, dtype=self.other_dtype) for spec in self._specs]
             with shadowed(0.0):
-                self._shadow = self._in_one_block(specs)
+                self._shadow = self._in_one_chain(specs)
             self._rounding = _rms(walked - self._shadow)
             if getattr(self._target, "activations", None):
                 with shadowed(_NEAR):
-                    self._rounding = max(self._rounding, _rms(self._in_one_block(specs) - self._shadow))
+                    self._rounding = max(self._rounding, _rms(self._in_one_chain(specs) - self._shadow))
             off, most = _rms(walked - self._expected), _OWN * self._rounding + _FLOOR * _rms(self._expected)
         else:
             off, most = self._distance(walked)
@@ -185,26 +186,25 @@ class Reference:
         return float((got - self._expected).abs().max()), (self._full or _WITHOUT_SHADOW) * scale
 
     def _logits(self) -> torch.Tensor:
-        """[11, V] by the target: a block, then one that is a tree, the path through which is the text."""
+        """[11, V] by the target: a chain, then a tree, the path through which is the text."""
         target, tokens = self._target, list(self._tokens)
         root, *rest = tokens[_ROWS:]
         tree = Draft((root, tokens[0], *rest), _TREE)
         with target.active():
             cache = target.new_cache(capacity=2 * _ROWS, rows=_ROWS)
-            block = Block(cache, tokens[:_ROWS], device=target.device, backend=target.backend)
-            prefix = target.forward(block).logits
+            prefix = target.forward(StepInput.of(cache, tokens[:_ROWS])).logits
             cache.commit(range(_ROWS))
-            below = target.forward(Block.of(tree, cache, target.device, target.backend)).logits
+            below = target.forward(StepInput.of(cache, tree.tokens, tree.tree)).logits
         assert prefix is not None
         assert below is not None
         return torch.cat((prefix, below[[0, 2, 3, 4, 5]])).to(self._expected.device).double()
 
-    def _in_one_block(self, specs: Sequence[LayerSpec]) -> torch.Tensor:
+    def _in_one_chain(self, specs: Sequence[LayerSpec]) -> torch.Tensor:
         """[11, V] of the same text as one chain: in float32 each forward converts all weights, so there is only one."""
         target, tokens = self._target, list(self._tokens)
         with target.active():
             cache = KVCache(specs, capacity=len(tokens), rows=len(tokens))
-            logits = target.forward(Block(cache, tokens, device=target.device, backend=target.backend)).logits
+            logits = target.forward(StepInput.of(cache, tokens)).logits
         assert logits is not None
         return logits.to(self._expected.device).double()
 
@@ -219,7 +219,7 @@ class ProbeLayer(ModuleLayer):
     _attention = PROBE
 
     def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
-        arguments = {name: value for name, value in given.items() if not isinstance(value, Block)}
+        arguments = {name: value for name, value in given.items() if not isinstance(value, Rows)}
         return self._layer(hidden, **arguments)
 
 

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from accelerate.utils import align_module_device
@@ -55,7 +57,7 @@ from specdec.runners.attention import ATTENTION, check_backend, check_runs, desc
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.boundary_ops import Joint, Joints, read_joints
 from specdec.runners.choice import TIMED_ROWS, Plan, RunnerMaker, choose_runner
-from specdec.runners.half_layers import Part, half_layers, native_half_layers
+from specdec.runners.half_layers import Without, half_layers, native_half_layers
 from specdec.runners.known_layers import in_blocks, why_special
 from specdec.runners.linear import (
     DenseLinear,
@@ -68,22 +70,24 @@ from specdec.runners.linear import (
     linear_kernel,
 )
 from specdec.runners.native import NativeRunner
+from specdec.runners.packed_step import MOST_REPLAYED
 from specdec.runners.recording import Recording
 from specdec.runners.replicas import Evaluated, Replicas
+from specdec.runners.rows import Rows
 from specdec.runners.runner import LayerRunner
+from specdec.runners.sent_rows import rows_on
 from specdec.runners.snapshot import Outline, Snapshot
+from specdec.runners.visibility import bucket
 from specdec.runners.whole_model import WholeModelRunner
 from specdec.settings.arguments import checked
 from specdec.settings.copies import NotCopied
 from specdec.settings.files import cache_folder
 from specdec.step import device_copies, torch_switches
-from specdec.step.batched_rows import rows_of
-from specdec.step.block import MOST_REPLAYED, Block, Rows
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.first_time import FirstTimes
+from specdec.step.joining import beginning, joined
 from specdec.step.pages import PAGE
-from specdec.step.tree import Entry
-from specdec.step.visibility import bucket
+from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput, Wanted
 from specdec.target import TargetOutput
 
 __all__ = ["TransformersTarget", "time_runners"]
@@ -167,7 +171,7 @@ class TransformersTarget(NotCopied):
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._weights: str | None = None
         self._seen: tuple[Snapshot, object] | None = None
-        self._halves = dict[Part, LayerRunner | None]()
+        self._halves = dict[Without, LayerRunner | None]()
         self._around: tuple[Outline | Snapshot, ...] = ()
         self.runner: LayerRunner
         self.specs: list[LayerSpec]
@@ -356,64 +360,102 @@ class TransformersTarget(NotCopied):
         sizes = [1 << power for power in range(bucket(max(rows, levels)).bit_length())]
         caches = [self.new_cache(capacity=1, rows=sizes[-1]) for _ in range(bucket(sequences))]
 
-        def rows_for(count: int, each: int, whole: int) -> Rows:
+        def rows_for(count: int, each: int, whole: int, **asked: Any) -> StepInput:
             """The last ``each`` of a chain's ``whole`` rows, for ``count`` sequences; a part is marked as a tree."""
-            place: dict[str, Any] = {"device": self.device, "backend": self.backend}
-            if each < whole:
-                place |= {"parents": range(-1, whole - 1), "depths": range(whole), "first": whole - each}
-            return rows_of([Block(cache, [0] * each, **place) for cache in caches[:count]])
+            tree = (range(-1, whole - 1), range(whole)) if each < whole else None
+            own = [StepInput.of(cache, [0] * each, tree, first=whole - each, **asked) for cache in caches[:count]]
+            return joined(own)
 
+        plan, wanted = LayerPlan(exit_layer), Wanted(hidden=taps)
         with self.active():
             most = min(bucket(max(rows, sequences)), MOST_REPLAYED)
             alone = self.new_cache(capacity=1, rows=most)
             self.runner.choose_cuts(
-                lambda count: Block(alone, [0] * count, device=self.device, backend=self.backend), most
+                lambda count: rows_on(self.device, StepInput.of(alone, [0] * count), self.backend), most
             )
             for count, each in itertools.product((1 << power for power in range(len(caches).bit_length())), sizes):
                 if count > 1 and each > 1 and count * each > _WARM_ROWS:
                     continue
                 if each <= bucket(rows) and exit_layer is None:
-                    self.forward(rows_for(count, each, each), taps=taps)
+                    self.forward(rows_for(count, each, each, wanted=wanted))
                 elif each <= bucket(rows):
-                    hidden = self.forward(rows_for(count, each, each), exit_layer=exit_layer, rows=()).hidden
-                    self.forward(rows_for(count, each, each), entry=Entry(exit_layer or 0, hidden), taps=taps)
+                    early = self.forward(rows_for(count, each, each, plan=plan, wanted=NOTHING)).hidden
+                    entering = Entering(exit_layer or 0, early[:each])
+                    self.forward(rows_for(count, each, each, wanted=wanted, entering=entering))
                 for whole in (size for size in sizes if each < size <= bucket(levels or 1)):
-                    self.forward(rows_for(count, each, whole), exit_layer=exit_layer)
+                    self.forward(rows_for(count, each, whole, plan=plan))
 
     def active(self) -> AbstractContextManager[None]:
         Threads.check()
         autocast = self.runner.name in ("transformers", "modules")  # these modules are called as they are
         return torch_switches.steps(autocast=autocast)
 
-    def forward(
-        self,
-        block: Rows,
-        *,
-        entry: Entry | None = None,
-        exit_layer: int | None = None,
-        taps: Collection[int] = (),
-        rows: Sequence[int] | None = None,
-        top_k: int = 1,
-    ) -> TargetOutput:
-        runner, first, first_times = self.runner, 0, FirstTimes.seen
-        hidden: torch.Tensor | None
-        if entry is not None:
-            first, hidden = entry.layer, entry.hidden
-        elif runner.looks_up and self.joints.plain:
-            hidden = None
+    def forward(self, step: StepInput) -> TargetOutput:
+        first_times, plan = FirstTimes.seen, step.plan
+        if step.entering is not None:
+            output = self._run_stages(step, step.entering)
+        elif plan.parts:
+            output = self._run(step, 0, plan.last, None)
         else:
-            hidden = self.joints.embedding(runner.enter(block))
-        last = self.num_layers if exit_layer is None else exit_layer
-        logits = None
+            last = self.num_layers if plan.last is None else plan.last
+            output = self._run_layers(rows_on(self.device, step, self.backend), 0, last, None)
+        output.first_time = FirstTimes.seen != first_times
+        return output
+
+    def _run_stages(self, step: StepInput, entering: Entering) -> TargetOutput:
+        """Rows with hidden states join at their layer; the other rows are run up to that layer first."""
+        layers: Any = entering.layer
+        stages, wanted = sorted({*layers}), Wanted(NOTHING.logits, 0, step.wanted.hidden)
+        hidden, found, given = None, dict[int, torch.Tensor](), iter(entering.hidden)
+        for layer, after in zip(stages, (*stages[1:], step.plan.last), strict=True):
+            joining = [next(given) for one in layers if one == layer >= 0]
+            parts = joining if hidden is None else [hidden, *joining]
+            brought = None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
+            own = step if layer == stages[-1] else beginning(step, sum(one <= layer for one in layers), wanted)
+            output = self._run(own, max(layer, 0), after, brought)
+            hidden = output.hidden
+            found |= output.taps
+        output.taps = found
+        return output
+
+    def _run(self, step: StepInput, first: int, last: int | None, hidden: torch.Tensor | None) -> TargetOutput:
+        """Rows through layers [first, last), None for all; ``hidden``: of rows that do not begin with their tokens."""
+        rows, last = rows_on(self.device, step, self.backend), self.num_layers if last is None else last
+        if step.plan.parts:
+            return self._run_parts(rows, first, last, hidden)
+        return self._run_layers(rows, first, last, hidden)
+
+    def _run_layers(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
+        runner, taps, logits = self.runner, rows.step.wanted.hidden, None
+        if hidden is None and not (runner.looks_up and self.joints.plain):
+            hidden = self.joints.embedding(runner.enter(rows))
         if last < self.num_layers:
-            hidden, found = runner.run(hidden, block, first, last, taps)
+            hidden, found = runner.run(hidden, rows, first, last, taps)
         else:
-            hidden, found, logits = runner.finish(hidden, block, first, last, taps, rows, self.joints, top_k)
+            hidden, found, logits = runner.finish(hidden, rows, first, last, self.joints)
         if last in taps:
             found[last] = hidden
-        return TargetOutput(logits, hidden, found, first_time=FirstTimes.seen != first_times)
+        return TargetOutput(logits, hidden, found, rows=rows)
 
-    def half_layers(self, without: Part) -> LayerRunner | None:
+    def _run_parts(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
+        """The same where parts of layers are left out."""
+        for parts, begin, end in rows.step.plan.runs(first, last):
+            if hidden is None and (begin or parts is not Part.BOTH):
+                hidden = self.embed(rows.step.ids)
+            if parts is not Part.BOTH:
+                halves = self.half_layers("mlp" if parts is Part.ATTENTION else "attention")
+                assert halves is not None
+                hidden, _ = halves.run(hidden, rows, begin, end, ())
+            elif end == self.num_layers:
+                return self._run_layers(rows, begin, end, hidden)
+            else:
+                hidden = self._run_layers(rows, begin, end, hidden).hidden
+        hidden = self.embed(rows.step.ids) if hidden is None else hidden
+        # Where the last layer is left out, wholly or in part, the head reads what came before.
+        ends = last == self.num_layers and not rows.step.wanted.nothing
+        return TargetOutput(self.head(self.norm(hidden)) if ends else None, hidden, rows=rows)
+
+    def half_layers(self, without: Without) -> LayerRunner | None:
         """A runner of all layers without their attention or their MLP; None where they cannot be run so."""
         if without not in self._halves and isinstance(self.runner, NativeRunner):
             self._halves[without] = native_half_layers(self.runner, without)
@@ -425,7 +467,7 @@ class TransformersTarget(NotCopied):
             self._halves[without] = half_layers(maker, without)
         return self._halves[without]
 
-    def embed(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
         if not isinstance(tokens, torch.Tensor):
             if isinstance(self.runner.embed, TiedEmbedding):
                 return self.joints.embedding(self.runner.embed.look_up(tokens))
@@ -618,7 +660,7 @@ class TransformersTarget(NotCopied):
         layers = [maker.module_layer(n, ProbeLayer, use_cache=False, note=specs.append) for n in range(self.num_layers)]
         runner = maker.of_layers("transformers", list(layers), [])
         with self._using(runner), torch.inference_mode():
-            self.forward(Block(KVCache([], capacity=1, rows=1), [token], device=self.device), rows=())
+            self.forward(StepInput.of(KVCache([], capacity=1, rows=1), [token], wanted=NOTHING))
         if len(specs) != self.num_layers:
             raise TargetError(
                 f"{self.name} calls attention {len(specs)} times in {self.num_layers} layers; specdec caches one "

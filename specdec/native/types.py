@@ -6,6 +6,8 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int6
 from enum import IntEnum
 from typing import Any
 
+import numpy.typing as npt
+
 __all__ = [
     "CODES",
     "CODE_BYTES",
@@ -28,6 +30,7 @@ __all__ = [
     "CSlots",
     "CTransitions",
     "Kind",
+    "place_of",
 ]
 
 PANEL, PAIR = 32, 64
@@ -247,3 +250,9 @@ FUNCTIONS: dict[str, list[Any]] = {
     "specdec_codes": [],
     "specdec_tiles": [],
 }  # fmt: skip
+
+
+def place_of(numbers: npt.NDArray[Any]) -> int:
+    """Where an array of numbers begins in memory, which the caller keeps."""
+    place: int = numbers.__array_interface__["data"][0]
+    return place

@@ -19,7 +19,7 @@ about a kilobyte for everything above.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,10 +32,10 @@ from specdec.parallel.target import ParallelTarget
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.sampling.verify import Verdict, Verification, match, verifier_for
-from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
+from specdec.step.step_io import WHOLE, StepInput, Wanted
 from specdec.step.tree import Draft
-from specdec.target import FINAL, ForwardOptions, TargetOutput
+from specdec.target import FINAL, TargetOutput
 
 __all__ = ["ShardedTarget", "ShardedVerification"]
 
@@ -66,35 +66,32 @@ class ShardedTarget(ParallelTarget):
         own = super().new_cache(capacity=capacity, rows=2 * rows)  # a share, and as many pending rows
         return SharedCache(own, self.ranks.rank, self.ranks.size, capacity=capacity, rows=rows)
 
-    def forward(self, block: Rows, **options: Unpack[ForwardOptions]) -> TargetOutput:
-        cache = block.cache if isinstance(block, Block) else None
-        if not isinstance(block, Block) or not isinstance(cache, SharedCache):
-            return super().forward(block, **options)
-        early = options.get("entry") is not None or options.get("exit_layer") is not None
-        if early or set(options.get("taps", ())) - {FINAL}:
+    def forward(self, step: StepInput) -> TargetOutput:
+        cache, wanted = step.texts[0], step.wanted
+        if len(step.texts) > 1 or not isinstance(cache, SharedCache):
+            return super().forward(step)
+        early = step.entering is not None or step.plan != WHOLE
+        if early or {*wanted.hidden} - {FINAL}:
             raise ConfigError(
                 "parallel='rows' splits whole forwards, and this drafter runs the target's first layers by itself; "
                 "choose one that does not, such as lookahead, medusa or auto"
             )
-        tokens = list(block.ids)
-        rows = options.get("rows")
-        if rows is not None and not rows:  # of the prompt; every rank needs its keys
-            return super().forward(self._block(Draft.chain(tokens), cache), **options)
-        parents = range(-1, len(tokens) - 1) if block.parents is None else block.parents
+        tokens: list[int] = step.ids.tolist()
+        if wanted.nothing:  # of the prompt; every rank needs its keys
+            return super().forward(StepInput.of(cache.own, tokens, wanted=wanted))
+        parents: list[int] = step.parents.tolist()
         shares = cache.share(tokens, parents)
         share, pending = shares[self.ranks.rank], cache.pending
         place = {-1: len(pending) - 1} | {row: len(pending) + at for at, row in enumerate(share)}
         above = [*range(-1, len(pending) - 1), *(place[parents[row]] for row in share)]
-        own = self._block(Draft([*pending, *(tokens[row] for row in share)], above), cache)
-        scored = list(range(len(tokens)) if rows is None else rows)
-        wanted = [place[row] for row in scored if row in place]
-        options["rows"] = wanted
-        output = super().forward(own, **options)
+        own = Draft([*pending, *(tokens[row] for row in share)], above)
+        scored = wanted.scored or [*range(len(tokens))]
+        held = np.array([place[row] for row in scored if row in place], dtype=np.int64)
+        output = super().forward(
+            StepInput.of(cache.own, own.tokens, own.tree, wanted=Wanted(held, wanted.top_k, wanted.hidden))
+        )
         hidden = {layer: found[len(pending) :] for layer, found in output.taps.items()}
         return ShareOutput(output, hidden, cache=cache, shares=shares, scored=scored)
-
-    def _block(self, draft: Draft, cache: SharedCache) -> Block:
-        return Block.of(draft, cache.own, self.device, self.backend)
 
     def judge(self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int) -> Verdict:
         """Verify a draft together with all ranks; afterwards the taps of ``output`` are those of the whole draft."""
@@ -168,7 +165,7 @@ class ShardedVerification(Verification):
         super().__init__(sampler)
         self._target, self._top_k = target, top_k
 
-    def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: TargetOutput) -> Verdict:
+    def verify(self, draft: Draft, step: StepInput, output: TargetOutput) -> Verdict:
         return self._target.judge(output, draft, self.sampler, self._top_k)
 
 

@@ -44,8 +44,8 @@ class SharedCache(KVCache):
         self._shares = split(parents, self._lags)
         return self._shares
 
-    def commit(self, path: Sequence[int], *, moved: bool = False) -> None:
-        assert not moved, "what several processes judge no device has committed"
+    def commit(self, path: Sequence[int]) -> None:
+        assert not self.own.moved, "what several processes judge no device has committed"
         if self._shares is None:  # all ranks ran all rows
             self.own.commit(path)
         else:

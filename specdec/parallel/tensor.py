@@ -8,15 +8,15 @@ difference would hang or fail inside a layer's collective.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Unpack
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from specdec.parallel.ranks import checksum
 from specdec.parallel.target import ParallelTarget
-from specdec.step.block import Block, Rows
-from specdec.target import ForwardOptions, TargetOutput
+from specdec.step.step_io import StepInput
+from specdec.target import TargetOutput
 
 __all__ = ["TensorTarget"]
 
@@ -26,21 +26,21 @@ class TensorTarget(ParallelTarget):
 
     kind, splits = "tensor", False
 
-    def forward(self, block: Rows, **options: Unpack[ForwardOptions]) -> TargetOutput:
+    def forward(self, step: StepInput) -> TargetOutput:
         if not self.together:
-            return super().forward(block, **options)
-        assert isinstance(block, Block)  # the engine refuses batches
-        entry, exit_layer, rows = options.get("entry"), options.get("exit_layer"), options.get("rows")
-        own = checksum(
-            block.ids,
-            [] if block.parents is None else block.parents,
-            [block.length, block.first, -1 if entry is None else entry.layer, -1 if exit_layer is None else exit_layer],
-            [-1] if rows is None else rows,
+            return super().forward(step)
+        length, first, exit_layer = step.lengths[0], step.tree[-1] - step.rows, step.plan.last
+        enters: Any = (-1,) if step.entering is None else step.entering.layer
+        own = checksum(  # of one text: the engine refuses batches
+            step.ids.tolist(),
+            [] if step.chain[0] else step.parents.tolist(),
+            [length, first, *enters, -1 if exit_layer is None else exit_layer, *step.plan.parts],
+            [-1] if step.wanted.logits is None else step.wanted.logits.tolist(),
         )
-        begins = block.length + block.first == 0  # a text; before it, ranks may have been busy otherwise
+        begins = length + first == 0  # a text; before it, ranks may have been busy otherwise
         found = self.ranks.gather(torch.tensor([own], dtype=torch.int32), patient=begins)
         self.ranks.check_equal("the rows", found[:, 0].tolist())
-        output = super().forward(block, **options)
+        output = super().forward(step)
         read = [*output.taps.values(), *([] if output.logits is None else [output.logits])]
         if exit_layer is not None:
             read.append(output.hidden)

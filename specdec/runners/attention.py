@@ -41,9 +41,9 @@ from specdec.runners.attention_kernels import (
     plain_attention,
     torch_flash,
 )
-from specdec.step.block import Block, Rows
+from specdec.runners.rows import Rows, TextRows
+from specdec.runners.visibility import Layout
 from specdec.step.cache import LayerSpec
-from specdec.step.visibility import Layout
 
 __all__ = [
     "ATTENTION",
@@ -113,37 +113,37 @@ def layer_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    block: Rows | None = None,
+    rows: Rows | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers' attention modules call; ``block`` travels to it through the layers' arguments.
+    """The function that transformers' attention modules call; ``rows`` travels to it through the layers' arguments.
 
-    ``key`` and ``value`` are of the block's own rows. Returns [1, T, Hq, D] and no weights.
+    ``key`` and ``value`` are of these rows. Returns [1, T, Hq, D] and no weights.
 
     Raises:
         TargetError: called outside a specdec forward.
     """
-    if block is None:
+    if rows is None:
         raise TargetError(f"attn_implementation={ATTENTION!r} is for specdec's own calls; name another one")
-    block.attended += 1
+    rows.attended += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
-    block.store(key, value, layer)
-    mixed = attend(query, block, layer, scale, softcap, sinks=options.get("s_aux"))
+    rows.store(key, value, layer)
+    mixed = attend(query, rows, layer, scale, softcap, sinks=options.get("s_aux"))
     return mixed.transpose(1, 2).contiguous(), None  # as transformers' functions do, whose results some layers view
 
 
 def update_and_attend(
-    block: Rows, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
+    rows: Rows, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
 ) -> torch.Tensor:
     """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
-    block.store(keys, values, layer)
-    return attend(query, block, layer, scale)
+    rows.store(keys, values, layer)
+    return attend(query, rows, layer, scale)
 
 
 def attend(
     query: torch.Tensor,
-    block: Rows,
+    rows: Rows | TextRows,
     layer: int,
     scale: float,
     softcap: float | None = None,
@@ -154,26 +154,28 @@ def attend(
 
     ``sinks``: [Hq] a score of each head that takes its share of the softmax, and has no value.
     """
-    if isinstance(block, Block):
-        return _attend(query, block, layer, scale, softcap, sinks)
-    parts = [_attend(query[:, :, first:last], part, layer, scale, softcap, sinks) for part, first, last in block.parts]
-    return torch.cat(parts, 2)
+    if isinstance(rows, TextRows):
+        return _attend(query, rows, layer, scale, softcap, sinks)
+    if rows.alone:
+        return _attend(query, rows.parts[0], layer, scale, softcap, sinks)
+    every = [_attend(query[:, :, one.begins : one.ends], one, layer, scale, softcap, sinks) for one in rows.parts]
+    return torch.cat(every, 2)
 
 
 def _attend(
-    query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
+    query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     if sinks is not None:
-        keys, values, mask = block.visible(layer, query.dtype)
+        keys, values, mask = rows.visible(layer, query.dtype)
         output, total = plain_attention(query, keys, values, scale, mask, softcap)
         share = torch.sigmoid(total - sinks.to(total.dtype)[:, None])  # e^total / (e^total + e^sink)
         return (output * share.unsqueeze(-1)).to(query.dtype)
-    way = block.backend
+    way = rows.backend
     if way == "auto" and not query.is_cuda:
-        way = "split" if block.rows > 1 and block.rows * (block.length + block.rows) > _SPLIT_FROM else "sdpa"
+        way = "split" if rows.rows > 1 and rows.rows * (rows.length + rows.rows) > _SPLIT_FROM else "sdpa"
     if way != "sdpa":
-        return _split(way, query, block, layer, scale, softcap)
-    keys, values, mask = block.visible(layer, query.dtype)
+        return _split(way, query, rows, layer, scale, softcap)
+    keys, values, mask = rows.visible(layer, query.dtype)
     if softcap is not None:
         return plain_attention(query, keys, values, scale, mask, softcap)[0]
     if query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16):
@@ -224,17 +226,17 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _split(
-    way: str, query: torch.Tensor, block: Block, layer: int, scale: float, softcap: float | None
+    way: str, query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    layout = block.layout(block.cache.group_of[layer], query.dtype)
-    keys, values = block.cache.keys[layer], block.cache.values[layer]
+    layout = rows.layout(rows.cache.group_of[layer], query.dtype)
+    keys, values = rows.cache.keys[layer], rows.cache.values[layer]
     flash = None
     if way != "split" and softcap is None:
         shape = (query.device, query.dtype, query.shape[-1], values.shape[-1])
         flash = FLASH[way] if _flash_takes(*shape) else None
     if flash is not None and (whole := _one_range(layout)) is not None:
         first, last = whole
-        return flash(query, keys[:, :, first:last], values[:, :, first:last], scale, causal=block.rows > 1)[0]
+        return flash(query, keys[:, :, first:last], values[:, :, first:last], scale, causal=rows.rows > 1)[0]
     parts: list[PartialAttention] = []
     kernel = flash or (cpu_flash if query.device.type == "cpu" and softcap is None else plain_attention)
     for first, last in layout.prefix:
@@ -250,7 +252,7 @@ def _split(
         own = cpu_flash(query, keys, values, scale, mask, causal=layout.causal)
     else:
         if layout.causal:
-            mask = torch.full((block.rows, block.rows), -torch.inf, dtype=query.dtype, device=query.device).triu_(1)
+            mask = torch.full((rows.rows, rows.rows), -torch.inf, dtype=query.dtype, device=query.device).triu_(1)
         own = plain_attention(query, keys, values, scale, mask, softcap)
     return (own if prior is None else merge([prior, own]))[0].to(query.dtype)
 

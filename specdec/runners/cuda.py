@@ -33,15 +33,15 @@ from specdec.runners.linear import DenseLinear
 from specdec.runners.memory_pages import FilePages
 from specdec.runners.recording import Recording
 from specdec.runners.rotary import Tables
+from specdec.runners.rows import Rows, TextRows
 from specdec.runners.runner import FINAL, Finished
+from specdec.runners.sent_rows import Group, SentRows, SentText
+from specdec.runners.visibility import bucket
 from specdec.sampling.scores import Scores
-from specdec.step.batched_rows import Batch, Group
-from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
 from specdec.step.first_time import FirstTimes
 from specdec.step.pages import PagePool
 from specdec.step.slots import LayerSpec
-from specdec.step.visibility import bucket
 
 __all__ = ["CudaLayer", "CudaRunner"]
 
@@ -65,14 +65,13 @@ class Together:
 
     Attributes:
         groups: each with the places in ``cos_sin`` of its rows.
-        order: see :meth:`specdec.step.batched_rows.Batch.groups`.
+        order: see :meth:`specdec.runners.sent_rows.SentRows.groups`.
     """
 
-    def __init__(self, batch: Batch, turns: torch.Tensor) -> None:
-        groups, self.order = batch.groups()
-        self.backend, self.end = batch.backend, batch.end
-        self.groups = [(group, turns.index_select(0, group.rows)) for group in groups]
-        self.parts = [(group, 0, len(group.rows)) for group in groups]
+    def __init__(self, rows: SentRows, turns: torch.Tensor) -> None:
+        self.parts, self.order = rows.groups()
+        self.backend, self.end = rows.backend, rows.end
+        self.groups = [(group, turns.index_select(0, group.rows)) for group in self.parts]
 
 
 class CudaLayer:
@@ -99,15 +98,15 @@ class CudaLayer:
         self._kernels, self._cuts = kernels, cuts
         self.varies = next(filter(None, (_why_varying(product.weight) for product in self._products)), None)
 
-    def own(self, block: Rows | StepInputs | Together) -> bool:
-        """Whether a block's rows take no product and no attention but the kernels'."""
-        return self.varies is None and block.backend == "auto"
+    def own(self, rows: Rows | StepInputs | Together) -> bool:
+        """Whether these rows take no product and no attention but the kernels'."""
+        return self.varies is None and rows.backend == "auto"
 
     def __call__(
         self,
         residual: torch.Tensor,
         delta: torch.Tensor | None,
-        block: Rows | StepInputs | Together,
+        rows: SentRows | StepInputs | Together,
         cos_sin: CosSin,
         segments: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,19 +115,21 @@ class CudaLayer:
         ``cos_sin``: cosines and sines [positions, d], and each row's place in them; ``segments``: most of a text.
         """
         qkv, out, gate_up, down = self._products
-        kernels, (cos, sin, at), own = self._kernels, cos_sin, self.own(block)
+        kernels, (cos, sin, at), own = self._kernels, cos_sin, self.own(rows)
         residual, normed = kernels.add_norm(residual, delta, *self._norms[0])
         heads = self._product(normed, qkv, own)
-        if isinstance(block, Together):
+        if isinstance(rows, Together):
             parts = [
                 self._attend(heads.index_select(-2, group.rows), group, (cos, sin, turns), own, segments)
-                for group, turns in block.groups
+                for group, turns in rows.groups
             ]
-            mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, block.order)
+            mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, rows.order)
         else:  # each sequence's rows are stored in its own cache by a launch of their own
             parts = [
-                self._attend(heads[..., first:last, :], part, (cos, sin, at[first:last]), own, segments)
-                for part, first, last in block.parts
+                self._attend(
+                    heads[..., part.begins : part.ends, :], part, (cos, sin, at[part.begins : part.ends]), own, segments
+                )
+                for part in rows.parts
             ]
             mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         residual, normed = kernels.add_norm(residual, self._product(mixed, out, own), *self._norms[1])
@@ -152,19 +153,19 @@ class CudaLayer:
             yield weight_of(linear.weight, gated=number == _GATE_UP), linear
 
     def _attend(
-        self, heads: torch.Tensor, block: Block | Group | StepInputs, cos_sin: CosSin, own: bool, segments: int
+        self, heads: torch.Tensor, rows: SentText | Group | StepInputs, cos_sin: CosSin, own: bool, segments: int
     ) -> torch.Tensor:
         """Rows [T, heads x d], of one sequence or a group, to what they attend to, [T, query heads x d]."""
-        number, where = self._number, block.where()
+        number, where = self._number, rows.where()
         query = self._kernels.turn_and_store(heads.contiguous(), *cos_sin, self._head_norms, where, number, self._shape)
-        if own or isinstance(block, StepInputs):
-            window = block.cache.group_of[number].window if isinstance(block, Block) else block.windows[number]
+        if own or isinstance(rows, StepInputs):
+            window = rows.cache.group_of[number].window if isinstance(rows, SentText) else rows.windows[number]
             mixed: torch.Tensor = self._kernels.step_attention(
                 query, where, number, self._shape[1], window, self._scale, segments
             )
             return mixed
-        assert isinstance(block, Block)
-        return attend(query, block, number, self._scale).transpose(1, 2).reshape(block.rows, -1)
+        assert isinstance(rows, TextRows)
+        return attend(query, rows, number, self._scale).transpose(1, 2).reshape(rows.rows, -1)
 
 
 class CudaRunner(LayerByLayer):
@@ -203,65 +204,59 @@ class CudaRunner(LayerByLayer):
         self.recording = Recording(kernels, recorder, longest)
         stores = {layer.store for layer in layers}
         self._store = stores.pop() if len(stores) == 1 else None  # one launch commits what all layers stored
-        self._launched: set[tuple[int, type, str]] = set()  # kinds of rows that were launched kernel by kernel
+        self._launched: set[tuple[int, bool, str]] = set()  # kinds of rows that were launched kernel by kernel
         self.pages, self._pools = self.batch_invariant, dict[tuple[LayerSpec, int], PagePool]()
         if self.batch_invariant:
             self.norm, self.head = Norm(kernels, norm), Head(kernels, head, cuts)
 
     def run(
-        self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        if block.end > self._longest:
-            self._longest = self._graphs.kind = 2 * block.end
-        if self._graphs.takes(block):
-            outcome = self._graphs.run(hidden, block, first, last, taps, self._turns(hidden, block))
+        assert isinstance(rows, SentRows)
+        if rows.end > self._longest:
+            self._longest = self._graphs.kind = 2 * rows.end
+        if self._graphs.takes(rows):
+            outcome = self._graphs.run(hidden, rows, first, last, taps, self._turns(hidden, rows))
             if outcome is not None:
                 return outcome
-        hidden = self.enter(block) if hidden is None else hidden
-        cos_sin = self._rotary.cos_sin(block, hidden)
-        kind = bucket(min(block.rows, _MOST_ROWS)), type(block), block.backend
+        hidden = self.enter(rows) if hidden is None else hidden
+        cos_sin = self._rotary.cos_sin(rows, hidden)
+        kind = bucket(min(rows.rows, _MOST_ROWS)), len(rows.parts) > 1, rows.backend
         known = kind in self._launched
         self._launched.add(kind)
         with nullcontext() if known else FirstTimes.during():  # kernels are compiled for it
-            return self._launch(hidden, block, first, last, taps, cos_sin)
+            return self._launch(hidden, rows, first, last, taps, cos_sin)
 
-    def _turns(self, hidden: torch.Tensor | None, block: Rows) -> CosSin | None:
+    def _turns(self, hidden: torch.Tensor | None, rows: Rows) -> CosSin | None:
         """Cosines and sines for a recorded step; None where it looks them up."""
         if self._tables is not None:
-            self._tables.reach(block.end)
+            self._tables.reach(rows.end)
             return None
         assert hidden is not None
-        return self._rotary.cos_sin(block, hidden)
+        return self._rotary.cos_sin(rows, hidden)
 
-    def finish(
-        self,
-        hidden: torch.Tensor | None,
-        block: Rows,
-        first: int,
-        last: int,
-        taps: Collection[int],
-        rows: Sequence[int] | None,
-        joints: Joints,
-        top_k: int = 1,
-    ) -> Finished:
+    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> Finished:
         """As a runner's; where a step is recorded, so are the last norm, the head, argmax, draws, walk and commit.
 
         Raises:
             TargetError: rows that were committed already are entered again, whose first layers' slots have others now.
         """
-        if first and any(part.moved for part, _, _ in block.parts):
-            raise TargetError("rows that a step has committed cannot enter it again; make another block of them")
-        if not (self._ends and joints.plain and self._graphs.takes(block)):
-            return super().finish(hidden, block, first, last, taps, rows, joints, top_k)
-        hidden, found = self.run(hidden, block, first, last, {*taps, LOGITS})
+        step, wanted = rows.step, rows.step.wanted
+        if first and any(text.moved for text in step.texts):
+            raise TargetError("rows that a step has committed cannot enter it again; run all layers for them")
+        for text in step.texts:
+            text.moved = False
+        if not (self._ends and joints.plain and self._graphs.takes(rows)):
+            return super().finish(hidden, rows, first, last, joints)
+        hidden, found = self.run(hidden, rows, first, last, {*wanted.hidden, LOGITS})
         ends = [found.pop(name, None) for name in (LOGITS, PICKED)]  # not the second where recording failed
         if ends[1] is not None and self._store is not None:
-            for part, _, _ in block.parts:
-                part.moved = part.decides and part.rows > 1
-        if rows is not None and not rows:
+            for part in rows.parts:
+                part.cache.moved = part.decide is not None and part.rows > 1
+        if wanted.nothing:
             return hidden, found, None
-        if rows is not None:
-            index = block.index(rows, hidden.device)
+        if wanted.logits is not None:
+            index = rows.index(hidden.device)
             ends = [None if end is None else end.index_select(0, index) for end in ends]
         logits, picked = ends
         assert logits is not None
@@ -298,9 +293,10 @@ class CudaRunner(LayerByLayer):
 
         @contextmanager
         def recording(bucket: int) -> Iterator[Callable[[], Callable[[], None]]]:
-            block = rows(counts[bucket])
-            hidden = None if self.looks_up else self.enter(block)
-            with self._graphs.aside(hidden, block, self._turns(hidden, block)) as record:
+            step = rows(counts[bucket])
+            assert isinstance(step, SentRows)
+            hidden = None if self.looks_up else self.enter(step)
+            with self._graphs.aside(hidden, step, self._turns(hidden, step)) as record:
                 yield lambda: record(self._whole)
 
         def same(weight: Weight, bucket: int, cut: Any) -> bool:
@@ -324,40 +320,40 @@ class CudaRunner(LayerByLayer):
     def _launch(
         self,
         hidden: torch.Tensor | None,
-        block: Rows | StepInputs | Together,
+        rows: SentRows | StepInputs | Together,
         first: int,
         last: int,
         taps: Collection[int],
         cos_sin: CosSin | None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         if cos_sin is None:
-            assert isinstance(block, StepInputs)
-            hidden, cos_sin = self._look_up(hidden, block)
+            assert isinstance(rows, StepInputs)
+            hidden, cos_sin = self._look_up(hidden, rows)
         assert hidden is not None
         found: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
-        if isinstance(block, Batch) and all(layer.own(block) for layer in self._known):
-            block = Together(block, cos_sin[2])
-        if isinstance(block, StepInputs):  # whose graph is for texts of every length
+        if isinstance(rows, SentRows) and len(rows.step.texts) > 1 and all(layer.own(rows) for layer in self._known):
+            rows = Together(rows, cos_sin[2])
+        if isinstance(rows, StepInputs):  # whose graph is for texts of every length
             segments = self._kernels.segments_of(self._longest)
-            self._find_paths(block)
+            self._find_paths(rows)
         else:
-            segments = self._kernels.segments_of(block.end)
-            if any(layer.own(block) for layer in self._known):
-                self._find_paths(block)
+            segments = self._kernels.segments_of(rows.end)
+            if any(layer.own(rows) for layer in self._known):
+                self._find_paths(rows)
         for number in range(first, last):
             if number in taps:
                 hidden, delta = self._sum(hidden, delta, number), None
                 found[number] = hidden
-            hidden, delta = self._known[number](hidden, delta, block, cos_sin, segments)
+            hidden, delta = self._known[number](hidden, delta, rows, cos_sin, segments)
         hidden = self._sum(hidden, delta, last - 1)
         if LOGITS in taps:
             normed = self.norm(hidden)
             found[LOGITS] = self.head(normed)
-            if isinstance(block, StepInputs):
-                found[PICKED] = self._kernels.pick(found[LOGITS], block.where())
-                if block.where()["tokens"].shape[-1] > 1:  # else a path is the root alone
-                    self._kernels.walk(found[PICKED], block.where(), self._store, found[LOGITS])
+            if isinstance(rows, StepInputs):
+                found[PICKED] = self._kernels.pick(found[LOGITS], rows.where())
+                if rows.where()["tokens"].shape[-1] > 1:  # else a path is the root alone
+                    self._kernels.walk(found[PICKED], rows.where(), self._store, found[LOGITS])
             if FINAL in taps:
                 found[FINAL] = normed
         return hidden, found
@@ -377,15 +373,15 @@ class CudaRunner(LayerByLayer):
         total: torch.Tensor = self._kernels.add_norm(hidden, delta, *self._known[number].norm)[0]
         return total
 
-    def _find_paths(self, block: Rows | StepInputs | Together) -> None:
+    def _find_paths(self, rows: SentRows | StepInputs | Together) -> None:
         """Have what attention reads of each row's way through the tree; of a chain it is known."""
-        for part, _, _ in block.parts:
+        for part in rows.parts:
             where = part.where()
             if "closure" in where:
                 where["paths"] = self._kernels.paths(where)
             elif "paths" not in where:
-                if isinstance(part, Block):
+                if isinstance(part, SentText):
                     where["places"] = part.positions[0]
-                rows, device = where["places"].numel(), where["places"].device
+                count, device = where["places"].numel(), where["places"].device
                 depths = torch.arange(where["places"].shape[-1], dtype=torch.int32, device=device)
-                where["paths"] = depths.repeat(rows, 1)
+                where["paths"] = depths.repeat(count, 1)

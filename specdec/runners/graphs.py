@@ -1,11 +1,11 @@
 """CUDA graphs of steps: hundreds of launches from Python are recorded once and replayed by one launch.
 
 A graph repeats its launches with the same arguments, so everything that differs between steps is in memory at fixed
-addresses: the block's arrays (:attr:`specdec.step.block.Block.step`), which hold tokens, positions and the addresses of
+addresses: the rows' arrays (:mod:`specdec.runners.packed_step`), which hold tokens, positions and the addresses of
 the sequence's cache, or of the list of its pages; and hidden states, of rows that already passed some layers. So one
 graph serves texts of every length, growing caches, and any number of caches. Graphs are recorded per bucket of rows,
 bucket of the tree's rows, and range of layers. Padding rows of a bucket are computed, but store nothing and are
-not read. In a batch (:class:`specdec.step.batched_rows.Batch`) each sequence has a bucket.
+not read. In a batch each sequence has a bucket.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeGuard
 from weakref import WeakSet
 
 import torch
 
 from specdec.errors import SpecdecWarning, first_line
+from specdec.runners.rows import Rows
+from specdec.runners.sent_rows import SentRows
 from specdec.step import device_copies
-from specdec.step.batched_rows import Batch
-from specdec.step.block import Rows
 from specdec.step.first_time import FirstTimes
 
 __all__ = ["LOGITS", "PICKED", "CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
@@ -109,7 +109,7 @@ def _uncollected() -> Iterator[None]:
 
 
 class StepInputs:
-    """The inputs of one bucket's graphs, at fixed addresses; it takes a block's place while graphs are recorded.
+    """The inputs of one bucket's graphs, at fixed addresses; it takes the rows' place while graphs are recorded.
 
     Attributes:
         hidden: [B, D]; None until a step brings its rows' hidden states.
@@ -121,29 +121,27 @@ class StepInputs:
 
     backend = "auto"
 
-    def __init__(self, block: Rows) -> None:
-        rows = block.shapes["closure"][..., 0].size
+    def __init__(self, rows: SentRows) -> None:
+        count = rows.shapes["closure"][..., 0].size
         self.hidden: torch.Tensor | None = None
         self.cos_sin: CosSin | None = None
-        self.order = torch.arange(rows, device=block.sent["step"].device)
-        self.windows = [group.window for group in block.parts[0][0].cache.group_of]
-        self._bytes = torch.empty_like(block.sent["step"])
-        self._where = device_copies.views(self._bytes, block.shapes)
-        self.parts = ((self, 0, rows),)
+        self.order = torch.arange(count, device=rows.sent["step"].device)
+        self.windows = [group.window for group in rows.parts[0].cache.group_of]
+        self._bytes = torch.empty_like(rows.sent["step"])
+        self._where = device_copies.views(self._bytes, rows.shapes)
+        self.parts, self.begins, self.ends = (self,), 0, count
 
     def where(self) -> dict[str, torch.Tensor]:
-        """As a block's."""
+        """As of a sequence."""
         return self._where
 
-    def fill(self, hidden: torch.Tensor | None, block: Rows, cos_sin: CosSin | None) -> None:
-        """Have the rows of a block, or of a batch; None for what the graph itself looks up."""
-        spread = block.sent["spread"] if isinstance(block, Batch) else None
-        for part, _, _ in block.parts:
-            part.check_place()
-        self._bytes.copy_(block.sent["step"])
+    def fill(self, hidden: torch.Tensor | None, rows: SentRows, cos_sin: CosSin | None) -> None:
+        """Have these rows; None for what the graph itself looks up."""
+        spread = rows.sent["spread"] if len(rows.parts) > 1 else None
+        self._bytes.copy_(rows.sent["step"])
         # Tokens that are on the device only, where they are looked up or walked through.
-        if block.late and (hidden is None or any(part.decides for part, _, _ in block.parts)):
-            _put(block.tokens[0], self._where["tokens"].view(-1), spread)
+        if rows.step.late and (hidden is None or rows.step.wanted.decide is not None):
+            _put(rows.tokens[0], self._where["tokens"].view(-1), spread)
         if hidden is not None:
             if self.hidden is None:
                 self.hidden = hidden.new_zeros(len(self.order), hidden.shape[1])
@@ -166,11 +164,11 @@ def _put(rows: torch.Tensor, there: torch.Tensor, spread: torch.Tensor | None) -
         torch.index_select(rows, 0, spread, out=there)
 
 
-def _own(rows: torch.Tensor, block: Rows) -> torch.Tensor:
-    """A copy of the block's rows of a graph's output, as the next replay overwrites the output."""
-    if "packed" not in block.sent:
-        return rows[: block.rows].clone()
-    return rows.index_select(0, block.sent["packed"])
+def _own(every: torch.Tensor, rows: SentRows) -> torch.Tensor:
+    """A copy of these rows of a graph's output, as the next replay overwrites the output."""
+    if "packed" not in rows.sent:
+        return every[: rows.rows].clone()
+    return every.index_select(0, rows.sent["packed"])
 
 
 class StepGraphs:
@@ -193,15 +191,15 @@ class StepGraphs:
         self.failed: str | None = None
         self.kind = 0
 
-    def takes(self, block: Rows) -> bool:
+    def takes(self, rows: Rows) -> TypeGuard[SentRows]:
         """Whether rows are run by a graph: they come ``again`` and attention is not chosen by name."""
-        there = "step" in block.sent or isinstance(block, Batch)
-        return there and block.again and block.backend == "auto" and self.failed is None
+        there = isinstance(rows, SentRows) and rows.again
+        return there and rows.backend == "auto" and self.failed is None
 
     def run(
         self,
         hidden: torch.Tensor | None,
-        block: Rows,
+        rows: SentRows,
         first: int,
         last: int,
         taps: Collection[int],
@@ -211,18 +209,16 @@ class StepGraphs:
 
         ``layers`` gets None for ``hidden``, and for ``cos_sin``, where it is None here, and looks them up.
         """
-        if isinstance(block, Batch):
-            block.send()
         # Caches in pages, and others, have their own kernels.
-        sizes = (*block.shapes["closure"].shape, block.shapes["table"].shape[-1])
+        sizes = (*rows.shapes["closure"].shape, rows.shapes["table"].shape[-1])
         # A tap of the last norm is the step's where the head is.
         wanted = frozenset(tap for tap in taps if first <= tap < last or (tap < 0 and LOGITS in taps))
         with self._lock:
             if sizes not in self._inputs:
-                self._inputs[sizes] = StepInputs(block)
+                self._inputs[sizes] = StepInputs(rows)
             brought, turned = hidden is not None, cos_sin is not None
             inputs, key = self._inputs[sizes], (sizes, first, last, wanted, self.kind, brought, turned)
-            inputs.fill(hidden, block, cos_sin)
+            inputs.fill(hidden, rows, cos_sin)
             if key not in self._graphs:
                 try:
                     with FirstTimes.during():
@@ -247,19 +243,19 @@ class StepGraphs:
                     return None
             (output, found), replay = self._graphs[key]
             replay()
-            return _own(output, block), {tap: _own(rows, block) for tap, rows in found.items()}
+            return _own(output, rows), {tap: _own(every, rows) for tap, every in found.items()}
 
     @contextmanager
     def aside(
-        self, hidden: torch.Tensor | None, block: Rows, cos_sin: CosSin | None
+        self, hidden: torch.Tensor | None, rows: SentRows, cos_sin: CosSin | None
     ) -> Iterator[Callable[..., Callable[[], None]]]:
         """Record steps of these rows that are for no text: a function that records work, and returns what does it.
 
         No other step is run meanwhile, as it would share the recorder's memory.
         """
         with self._lock, FirstTimes.during():
-            inputs = StepInputs(block)
-            inputs.fill(hidden, block, cos_sin)
+            inputs = StepInputs(rows)
+            inputs.fill(hidden, rows, cos_sin)
             yield lambda work: self._recorder.record(lambda: work(inputs))[1]
 
     def forget(self) -> None:

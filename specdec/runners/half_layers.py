@@ -21,15 +21,16 @@ from specdec.runners.layers import LayerByLayer, ModuleLayer
 from specdec.runners.linear import PackedWeight
 from specdec.runners.native import NativeRunner
 from specdec.runners.native_layers import NativeLayer, Reading
-from specdec.step.block import Block, Rows
+from specdec.runners.rows import Rows
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.step_io import StepInput
 from specdec.step.torch_switches import HOST
 
-__all__ = ["Beside", "HalfLayer", "Part", "attention_alone", "half_layers", "mlp_alone", "native_half_layers"]
+__all__ = ["Beside", "HalfLayer", "Without", "attention_alone", "half_layers", "mlp_alone", "native_half_layers"]
 
 _NARROW = 16  # the least width of a head and of an MLP that native layers take
-Part = Literal["attention", "mlp"]
-_NAMES: dict[Part, tuple[str, ...]] = {
+Without = Literal["attention", "mlp"]
+_NAMES: dict[Without, tuple[str, ...]] = {
     "attention": ("self_attn", "attention", "attn"),
     "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
 }
@@ -38,7 +39,7 @@ _NAMES: dict[Part, tuple[str, ...]] = {
 class _Zeros(nn.Module):
     """A part that adds nothing to its input; an attention gives its weights as well."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Without) -> None:
         super().__init__()
         self._pair = part == "attention"
 
@@ -54,7 +55,7 @@ class HalfLayer(ModuleLayer):
         UnknownModule: the layer has no such part, or a forward or hooks that a user or a library put there.
     """
 
-    def __init__(self, layer: Any, kind: str | None, cache_argument: str, *, without: Part) -> None:
+    def __init__(self, layer: Any, kind: str | None, cache_argument: str, *, without: Without) -> None:
         self._attends = without == "mlp"
         super().__init__(_without(layer, without), kind, cache_argument)
 
@@ -62,7 +63,7 @@ class HalfLayer(ModuleLayer):
         return super()._call(hidden, given) if self._attends else self._layer(hidden, **given)
 
 
-def _without(layer: nn.Module, part: Part) -> nn.Module:
+def _without(layer: nn.Module, part: Without) -> nn.Module:
     name = next((name for name in _NAMES[part] if layer._modules.get(name) is not None), None)
     if name is None:
         raise UnknownModule(f"a {type(layer).__name__} has no part called {' or '.join(_NAMES[part])}")
@@ -73,7 +74,7 @@ def _without(layer: nn.Module, part: Part) -> nn.Module:
     return made
 
 
-def half_layers(maker: RunnerMaker, without: Part) -> LayerByLayer | None:
+def half_layers(maker: RunnerMaker, without: Without) -> LayerByLayer | None:
     """A runner of a model's layers without one of their parts, by their own modules; None where that cannot be."""
     try:
         layers = [maker.module_layer(number, HalfLayer, without=without) for number in range(len(maker.layers))]
@@ -82,7 +83,7 @@ def half_layers(maker: RunnerMaker, without: Part) -> LayerByLayer | None:
     return maker.of_layers("transformers", [*layers], [])
 
 
-def native_half_layers(runner: NativeRunner, without: Part) -> NativeRunner:
+def native_half_layers(runner: NativeRunner, without: Without) -> NativeRunner:
     """A runner of native layers without one of their parts."""
     if without == "mlp":
         return runner.of([attention_alone(layer) for layer in runner.layers])
@@ -117,13 +118,14 @@ class Beside:
 
     def __init__(self, layers: int, dtype: torch.dtype) -> None:
         self._specs = [LayerSpec(1, _NARROW, _NARROW, None, torch.device("cpu"), dtype)] * layers
-        self._made = dict[int, tuple[Block, torch.Tensor]]()
+        self._made = dict[int, tuple[StepInput, torch.Tensor]]()
 
-    def rows(self, count: int) -> tuple[Block, torch.Tensor]:
-        """A block of ``count`` rows, and their rotary positions [count, d]."""
+    def rows(self, count: int) -> tuple[StepInput, torch.Tensor]:
+        """A forward of ``count`` rows, and their rotary positions [count, d]."""
         if count not in self._made:
             cache = KVCache(self._specs, capacity=count, rows=count)
-            self._made[count] = Block(cache, [0] * count), torch.zeros(count, _NARROW, dtype=torch.float32, device=HOST)
+            angles = torch.zeros(count, _NARROW, dtype=torch.float32, device=HOST)
+            self._made[count] = StepInput.of(cache, [0] * count), angles
         return self._made[count]
 
 
@@ -135,11 +137,11 @@ class _WithoutAttention(NativeRunner):
     def run(
         self,
         hidden: torch.Tensor | None,
-        block: Rows,
+        rows: Rows,
         first: int,
         last: int,
         taps: Collection[int],
         reading: Reading | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        alone, angles = self._beside.rows(block.rows)
+        alone, angles = self._beside.rows(rows.rows)
         return self._native.run(hidden, alone, angles, angles, first, last, taps)

@@ -1,7 +1,7 @@
 """Running layers one by one: by the model's own modules, or as a few operations for known layers.
 
 ``transformers``
-    Every layer's own module, with the block in place of a transformers cache: any family, with any changes.
+    Every layer's own module, with the rows in place of a transformers cache: any family, with any changes.
 ``fused``
     Known layers with a third of the operations, on any device: one product for queries, keys and values and one for
     gate and up, lean norms, rotary on queries and keys at once, residuals added by the product itself. Other layers
@@ -27,9 +27,9 @@ from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.runners.memory_pages import FilePages
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Angles, Rotary, rotate
+from specdec.runners.rows import Rows
 from specdec.runners.runner import Layer, LayerRunner
 from specdec.runners.snapshot import Snapshot
-from specdec.step.block import Rows
 
 __all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer", "stack_linears"]
 
@@ -57,18 +57,18 @@ class ModuleLayer:
         """Whether each row has all experts, where the layer has a known router."""
         self._layer.prepare = choose_all if every and self._mixes else None
 
-    def __call__(self, hidden: torch.Tensor, block: Rows, angles: Angles) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, rows: Rows, angles: Angles) -> torch.Tensor:
         cos, sin = angles.of_kind(self._kind)
-        given = {**self._arguments, self._cache_argument: block, "block": block}
-        given |= {"position_ids": block.positions, "position_embeddings": (cos[None], sin[None])}
+        given = {**self._arguments, self._cache_argument: rows, "rows": rows}
+        given |= {"position_ids": rows.positions, "position_embeddings": (cos[None], sin[None])}
         output: torch.Tensor = self._call(hidden[None], given)
         return output[0]
 
     def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
-        block: Rows = given["block"]
-        before = block.attended
+        rows: Rows = given["rows"]
+        before = rows.attended
         output = self._layer(hidden, **given)
-        if block.attended == before:
+        if rows.attended == before:
             raise TargetError(
                 f"a {self._name} did not hand specdec's rows to its attention: a function that was put in place of a "
                 "forward calls the module by a global name, or through an object; bind it to the module "
@@ -114,19 +114,19 @@ class FusedLayer:
         self._first_norm, self._second_norm = map(FusedNorm, layer.norms)
         self._head_norm = layer.head_norm()
 
-    def __call__(self, residual: torch.Tensor, block: Rows, angles: Angles) -> torch.Tensor:
+    def __call__(self, residual: torch.Tensor, rows: Rows, angles: Angles) -> torch.Tensor:
         """[T, D] to [T, D]."""
         qkv, out, gate_up, down = self._kernels
-        rows = residual.shape[0]
-        heads = qkv(self._first_norm(residual)).view(1, rows, -1, self._head_dim).transpose(1, 2)  # [1, H, T, d]
+        count = residual.shape[0]
+        heads = qkv(self._first_norm(residual)).view(1, count, -1, self._head_dim).transpose(1, 2)  # [1, H, T, d]
         turned = heads[:, : self._turned]
         if self._head_norm is not None:
             weight, epsilon = self._head_norm
             turned = F.rms_norm(turned, (self._head_dim,), None, epsilon) * weight
         turned = rotate(turned, angles.cos, angles.signed_sin)
         query, keys = turned[:, : self._query_heads], turned[:, self._query_heads :]
-        mixed = update_and_attend(block, query, keys, heads[:, self._turned :], self._number, self._scale)
-        residual = out.add(mixed.transpose(1, 2).reshape(rows, -1), residual)
+        mixed = update_and_attend(rows, query, keys, heads[:, self._turned :], self._number, self._scale)
+        residual = out.add(mixed.transpose(1, 2).reshape(count, -1), residual)
         gate, up = gate_up(self._second_norm(residual)).chunk(2, -1)
         return down.add(F.silu(gate).mul_(up), residual)
 
@@ -186,14 +186,14 @@ class LayerByLayer(LayerRunner):
         self._snapshot = Snapshot(read, holders=holders, root=next(iter(holders), None), everywhere=fused)
 
     def run(
-        self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         assert hidden is not None
-        angles, found = self._rotary.of(block, hidden), {}
+        angles, found = self._rotary.of(rows, hidden), {}
         for number in range(first, last):
             if number in taps:
                 found[number] = hidden
-            hidden = self._layers[number](hidden, block, angles)
+            hidden = self._layers[number](hidden, rows, angles)
         return hidden, found
 
     @contextmanager

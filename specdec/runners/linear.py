@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from ctypes import byref, c_int64
+from ctypes import byref
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from specdec.errors import shown
 from specdec.native.library import library
-from specdec.native.types import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct, Kind
+from specdec.native.types import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct, Kind, place_of
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.memory_pages import HugePages
 from specdec.step.torch_switches import HOST
@@ -34,8 +36,11 @@ __all__ = [
     "PackedModule",
     "PackedWeight",
     "TiedEmbedding",
+    "Tokens",
     "linear_kernel",
 ]
+
+Tokens = Sequence[int] | npt.NDArray[np.int64]
 
 
 _PAGES = HugePages()
@@ -180,12 +185,12 @@ class PackedWeight:
         """[out, in] the weight that was packed, exactly."""
         return self.look_up(range(self.outputs))
 
-    def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
+    def look_up(self, tokens: Tokens) -> torch.Tensor:
         """[T, in] the weight's rows with these indices."""
         count, half = len(tokens), self.dtype is torch.bfloat16
         rows = torch.empty(count, self.inputs, dtype=self.dtype, device=HOST)
-        numbers = (c_int64 * count)(*tokens)
-        if self._library.specdec_look_up(byref(self.described), numbers, count, rows.data_ptr(), half):
+        numbers = np.array(tokens, dtype=np.int64)
+        if self._library.specdec_look_up(byref(self.described), place_of(numbers), count, rows.data_ptr(), half):
             raise IndexError(f"no row for one of {shown(list(tokens))}; the weight has {self.outputs}")
         return rows
 
@@ -336,7 +341,7 @@ class TiedEmbedding(PackedModule):
         store.dtype = torch.float32
         return TiedEmbedding(store, self._shell[0])
 
-    def look_up(self, tokens: Sequence[int]) -> torch.Tensor:
+    def look_up(self, tokens: Tokens) -> torch.Tensor:
         """[T, D] the embeddings of tokens, as the first layer receives them."""
         rows = self.store.look_up(tokens)
         return rows if self.scale is None else rows * self.scale

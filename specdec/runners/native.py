@@ -8,7 +8,7 @@ library and of each model (:mod:`specdec.native.invariance`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,12 +27,14 @@ from specdec.runners.memory_pages import FilePages, trim_heap
 from specdec.runners.native_layers import NativeExperts, NativeHead, NativeLayer, NativeLayers, Reading, runs_heads_of
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Rotary
+from specdec.runners.rows import Rows
 from specdec.runners.runner import FINAL, Finished, LayerRunner
 from specdec.runners.snapshot import Snapshot
+from specdec.sampling.noise import key_at
 from specdec.sampling.scores import Scores
-from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
 from specdec.step.slots import LayerSpec
+from specdec.step.step_io import StepInput
 
 __all__ = ["DTYPES", "NativeRunner", "why_not"]
 
@@ -122,13 +124,13 @@ class NativeRunner(LayerRunner):
         self._snapshot = Snapshot(read if last is None else [*read, norm], holders=holders, root=model)
         self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def enter(self, block: Rows) -> torch.Tensor:
-        return self.embed.look_up(block.ids) if isinstance(self.embed, TiedEmbedding) else super().enter(block)
+    def enter(self, rows: Rows) -> torch.Tensor:
+        return self.embed.look_up(rows.step.ids) if isinstance(self.embed, TiedEmbedding) else super().enter(rows)
 
     def run(
         self,
         hidden: torch.Tensor | None,
-        block: Rows,
+        rows: Rows,
         first: int,
         last: int,
         taps: Collection[int],
@@ -136,17 +138,17 @@ class NativeRunner(LayerRunner):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         like = self._like if hidden is None else hidden
         if not self._rotary.fixed:
-            angles = self._rotary.of(block, like)
+            angles = self._rotary.of(rows, like)
             cos_sin = angles.cos.float().contiguous(), angles.signed_sin.float().contiguous()
-        elif self._cos_sin is None or self._cos_sin[0].shape[1] < block.end:
-            tables = [self._rotary.whole(block, like, kind) for kind in self._kinds]
+        elif self._cos_sin is None or self._cos_sin[0].shape[1] < rows.end:
+            tables = [self._rotary.whole(rows, like, kind) for kind in self._kinds]
             cos, _, signed_sin = (torch.stack(values).float() for values in zip(*tables, strict=True))
             cos_sin = self._cos_sin = cos, signed_sin
         else:
             cos_sin = self._cos_sin
         return self._native.run(
             hidden,
-            block,
+            rows.step,
             *cos_sin,
             first,
             last,
@@ -156,22 +158,14 @@ class NativeRunner(LayerRunner):
             embedding=self._embedding,
         )
 
-    def finish(
-        self,
-        hidden: torch.Tensor | None,
-        block: Rows,
-        first: int,
-        last: int,
-        taps: Collection[int],
-        rows: Sequence[int] | None,
-        joints: Joints,
-        top_k: int = 1,
-    ) -> Finished:
+    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> Finished:
         if self._head is None or not joints.plain:
-            return super().finish(hidden, block, first, last, taps, rows, joints)
-        draws = {start: part.draw for part, start, _ in block.parts if part.draw is not None}
-        reading = self._head.reading(block.rows, rows, FINAL in taps, top_k, draws)
-        hidden, found = self.run(hidden, block, first, last, taps, reading)
+            return super().finish(hidden, rows, first, last, joints)
+        wanted = rows.step.wanted
+        reading = self._head.reading(
+            rows.rows, wanted.logits, FINAL in wanted.hidden, wanted.top_k, _first_draws(rows.step)
+        )
+        hidden, found = self.run(hidden, rows, first, last, wanted.hidden, reading)
         if reading.normed is not None:
             found[FINAL] = reading.normed
         if reading.logits is None or reading.stored is None:
@@ -216,10 +210,10 @@ class NativeRunner(LayerRunner):
             generator = torch.Generator().manual_seed(seed)
             hidden = torch.randn(total, len(self.layers[last].norms[0]), generator=generator).to(self._like.dtype)
             cache = KVCache(specs, capacity=total, rows=total)
-            for rows in torch.split(hidden, [*counts]):
-                block = Block(cache, [0] * len(rows), device=hidden.device)
-                found.append(self.run(rows, block, last, last + 1, ())[0])
-                cache.commit(range(len(rows)))
+            for part in torch.split(hidden, [*counts]):
+                rows = Rows(StepInput.of(cache, [0] * len(part)))
+                found.append(self.run(part, rows, last, last + 1, ())[0])
+                cache.commit(range(len(part)))
         return torch.cat(found)
 
     @property
@@ -232,6 +226,15 @@ class NativeRunner(LayerRunner):
 
     def changed(self) -> str | None:
         return self._snapshot.changed()
+
+
+def _first_draws(step: StepInput) -> Mapping[int, tuple[float, int]]:
+    """Temperature and key of the draw behind the first row of each sequence; the others are made along the path."""
+    draws = step.wanted.draws
+    if draws is None:
+        return {}
+    each = zip(step.starts, draws.start, draws.temperature, step.lengths, strict=False)
+    return {row: (by, key_at(start, length + 1)) for row, start, by, length in each if by}
 
 
 def _pack_layer(layer: KnownLayer, files: FilePages | None, rotary_table: int) -> NativeLayer:

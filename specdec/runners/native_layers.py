@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from specdec.native.library import library
 from specdec.native.scores import Found, Stored
-from specdec.native.types import CCosSin, CExperts, CHead, CLayer, CProduct, CRows, CShape, CSlots
+from specdec.native.types import CCosSin, CExperts, CHead, CLayer, CProduct, CRows, CShape, CSlots, place_of
 from specdec.runners.linear import PackedWeight
-from specdec.step.block import Block, Rows
 from specdec.step.cache import KVCache
+from specdec.step.step_io import StepInput
 from specdec.step.torch_switches import HOST
 
 __all__ = [
@@ -113,7 +115,7 @@ class NativeLayers:
     def run(
         self,
         hidden: torch.Tensor | None,
-        block: Rows,
+        step: StepInput,
         cos: torch.Tensor,
         signed_sin: torch.Tensor,
         first: int,
@@ -133,16 +135,16 @@ class NativeLayers:
         tokens, start = None, None
         if hidden is None:
             assert embedding is not None
-            tokens = (c_int64 * block.rows)(*block.ids)
+            tokens = step.ids
         else:
             if hidden.dtype is not self._dtype or not hidden.is_contiguous():
                 hidden = hidden.to(self._dtype).contiguous()
             start = hidden.data_ptr()
-        out = torch.empty(block.rows, self._shape.hidden, dtype=self._dtype, device=HOST)
+        out = torch.empty(step.rows, self._shape.hidden, dtype=self._dtype, device=HOST)
         cos_sin = self._described(cos, signed_sin, by_row)
-        told, held = described_rows(block, cos_sin, by_row=by_row)
+        told, held = described_rows(step, cos_sin, by_row=by_row)
         if tokens is not None and embedding is not None:
-            told.tokens, told.embedding = addressof(tokens), addressof(embedding.described)
+            told.tokens, told.embedding = place_of(tokens), addressof(embedding.described)
         found = {tap: torch.empty(out.shape, dtype=self._dtype, device=HOST) for tap in taps if first <= tap < last}
         wanted = None
         if found:
@@ -227,7 +229,7 @@ class NativeHead:
     def reading(
         self,
         total: int,
-        rows: Sequence[int] | None,
+        rows: npt.NDArray[np.int64] | None,
         final: bool,
         top_k: int = 1,
         draws: Mapping[int, tuple[float, int]] | None = None,
@@ -237,7 +239,7 @@ class NativeHead:
         normed = torch.empty(total, self._product.inputs, dtype=dtype, device=HOST) if final else None
         logits = torch.empty(count, self._product.outputs, dtype=dtype, device=HOST) if count else None
         best, address, half = (c_int64 * count)(), address_of(logits), dtype is torch.bfloat16
-        wanted = None if rows is None else (c_int64 * count)(*rows)
+        wanted = None if rows is None else place_of(rows)
         most = min(top_k, self._product.outputs) if top_k > 1 else 0  # the largest score alone has a cheaper search
         found = Found(most, array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))) if most else None
         stored = None if address is None else Stored(address, count, self._product.outputs, half, found)
@@ -245,11 +247,11 @@ class NativeHead:
         by = keys = drawn = None
         if draws and count:
             by, keys, drawn = (c_float * count)(), (c_uint64 * count)(), (c_int64 * count)()
-            for place, row in enumerate(range(count) if rows is None else rows):
+            for place, row in enumerate(range(count) if rows is None else rows.tolist()):
                 if row in draws:
                     by[place], keys[place] = draws[row]
         given = (self._head, address_of(normed), wanted, count, address, best, most, *places, by, keys, drawn)
-        return Reading(normed, logits, stored, best, drawn, given)
+        return Reading(normed, logits, stored, best, drawn, given, rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,6 +265,7 @@ class Reading:
         best: [R] token with the largest logit, -1 where a row is not a distribution.
         drawn: [R] drawn tokens, -1 where no draw was made or rounding decides; None where no draws are asked for.
         arguments: the library's arguments for this reading.
+        rows: [R] the rows asked for, which they point at; None for all.
     """
 
     normed: torch.Tensor | None
@@ -271,8 +274,10 @@ class Reading:
     best: ctypes.Array[c_int64]
     drawn: ctypes.Array[c_int64] | None
     arguments: tuple[Any, ...]
+    rows: npt.NDArray[np.int64] | None
 
 
+_INT = 4  # bytes of a row's parent, and of its depth
 _NO_HEAD = (None, None, None, 0, None, None, 0, None, None, None, None, None)
 
 
@@ -285,17 +290,23 @@ def described_turns(tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> ctyp
     return (CCosSin * len(tables))(*(CCosSin(one.data_ptr(), other.data_ptr()) for one, other in tables))
 
 
-def described_rows(block: Rows, cos_sin: ctypes.Array[CCosSin], *, by_row: bool = False) -> tuple[CRows, list[Any]]:
+def described_rows(step: StepInput, cos_sin: ctypes.Array[CCosSin], *, by_row: bool = False) -> tuple[CRows, list[Any]]:
     """The rows as the library reads them, and what has to be kept until it has done so."""
     keys, described, held = 0, list[int](), list[Any]()
-    for part, _, _ in block.parts:
-        tree, slots = _tree(part), described_slots(part.cache)
-        held.append((tree, slots))
-        keys = max(keys, part.length + part.first + part.rows)
-        described += (part.length, part.first, part.rows, *map(addressof, tree), addressof(slots))
-    blocks = (c_int64 * len(described))(*described)  # six numbers describe a block in layers.c
-    told = CRows(block.rows, len(held), keys, addressof(blocks), addressof(cos_sin), by_row)
-    return told, [*held, blocks, cos_sin]
+    tree, starts = step.tree, step.starts
+    for number, length in enumerate(step.lengths):
+        begin, size, rows = tree[number], tree[number + 1] - tree[number], starts[number + 1] - starts[number]
+        slots = described_slots(step.texts[number])
+        held.append(slots)
+        keys = keys if keys > length + size else length + size
+        if step.chain[number]:
+            above = [*map(addressof, _chain(size))]
+        else:
+            above = [place_of(step.parents) + _INT * begin, place_of(step.depths) + _INT * begin]
+        described += (length, size - rows, rows, *above, addressof(slots))
+    blocks = (c_int64 * len(described))(*described)  # six numbers describe a sequence in layers.c
+    told = CRows(step.rows, len(held), keys, addressof(blocks), addressof(cos_sin), by_row)
+    return told, [*held, blocks, cos_sin, step]
 
 
 def described_slots(cache: KVCache) -> ctypes.Array[CSlots]:
@@ -307,14 +318,6 @@ def described_slots(cache: KVCache) -> ctypes.Array[CSlots]:
         ]
         cache.described = (CSlots * len(slots))(*slots)
     return cache.described  # type: ignore[no-any-return]
-
-
-def _tree(block: Block) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
-    """Parents and depths of the tree's rows, up to the block's last row."""
-    end = block.first + block.rows
-    if block.parents is None:
-        return _chain(end)
-    return (c_int32 * end)(*block.parents[:end]), (c_int32 * end)(*block.depths[:end])
 
 
 @cache

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from specdec.errors import TargetError
+from specdec.runners.rows import Rows
 from specdec.step import device_copies
-from specdec.step.block import Rows
 
 __all__ = ["Angles", "Rotary", "Tables", "rope_depends_on_length", "rope_kinds", "rotate", "signed"]
 
@@ -22,7 +22,7 @@ Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, sines
 
 
 class Angles:
-    """Rotary positions of one block's rows, looked up at the first access.
+    """Rotary positions of a forward's rows, looked up at the first access.
 
     Attributes:
         cos: [T, d].
@@ -30,17 +30,17 @@ class Angles:
         signed_sin: [T, d] sines with their first half negated, for :func:`rotate`.
     """
 
-    def __init__(self, rotary: Rotary, block: Rows, hidden: torch.Tensor) -> None:
-        self._rotary, self._block, self._hidden = rotary, block, hidden
+    def __init__(self, rotary: Rotary, rows: Rows, hidden: torch.Tensor) -> None:
+        self._rotary, self._rows, self._hidden = rotary, rows, hidden
         self._kinds: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
         if not rotary.by_kind:
-            self.cos, self.sin, self.signed_sin = rotary.look_up(block, hidden)
+            self.cos, self.sin, self.signed_sin = rotary.look_up(rows, hidden)
             self._kinds[None] = self.cos, self.sin
 
     def of_kind(self, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, d] for layers of a kind; None where all layers share them."""
         if kind not in self._kinds:
-            self._kinds[kind] = self._rotary.compute(self._hidden, self._block.positions, kind)
+            self._kinds[kind] = self._rotary.compute(self._hidden, self._rows.positions, kind)
         return self._kinds[kind]
 
 
@@ -64,34 +64,34 @@ class Rotary:
         self.fixed = not any(map(rope_depends_on_length, rope_kinds(config)))
         self._tables: dict[tuple[torch.device, torch.dtype, str | None], Table] = {}
 
-    def of(self, block: Rows, hidden: torch.Tensor) -> Angles:
-        """The positions of a block's rows, in the dtype and on the device of ``hidden``."""
-        return Angles(self, block, hidden)
+    def of(self, rows: Rows, hidden: torch.Tensor) -> Angles:
+        """The positions of a forward's rows, in the dtype and on the device of ``hidden``."""
+        return Angles(self, rows, hidden)
 
-    def look_up(self, block: Rows, hidden: torch.Tensor) -> Table:
+    def look_up(self, rows: Rows, hidden: torch.Tensor) -> Table:
         """For each row, [T, d]: cosines, sines, and sines with their first half negated."""
         if not self.fixed:
-            return self._table(hidden, block.positions.to(hidden.device))
-        table = self.whole(block, hidden)
-        if block.start is not None:
-            cos, sin, signed_sin = (values.narrow(0, block.start, block.rows) for values in table)
+            return self._table(hidden, rows.positions.to(hidden.device))
+        table = self.whole(rows, hidden)
+        if rows.start is not None:
+            cos, sin, signed_sin = (values.narrow(0, rows.start, rows.rows) for values in table)
         else:
-            places = block.positions[0].to(hidden.device)
+            places = rows.positions[0].to(hidden.device)
             cos, sin, signed_sin = (values.index_select(0, places) for values in table)
         return cos, sin, signed_sin
 
-    def cos_sin(self, block: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def cos_sin(self, rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Cosines and sines [positions, d], and int64 [T] where in them the rows are: nothing is gathered."""
-        places = block.positions[0].to(hidden.device)
+        places = rows.positions[0].to(hidden.device)
         if self.fixed:
-            cos, sin, _ = self.whole(block, hidden)
+            cos, sin, _ = self.whole(rows, hidden)
             return cos, sin, places
         cos, sin = self.compute(hidden, places[None])
-        return cos.contiguous(), sin.contiguous(), torch.arange(block.rows, device=hidden.device)
+        return cos.contiguous(), sin.contiguous(), torch.arange(rows.rows, device=hidden.device)
 
-    def whole(self, block: Rows, hidden: torch.Tensor, kind: str | None = None) -> Table:
-        """Tables of positions 0, 1, 2, ..., long enough for the block; only where they are ``fixed``."""
-        return self.table(block.end, hidden, kind)
+    def whole(self, rows: Rows, hidden: torch.Tensor, kind: str | None = None) -> Table:
+        """Tables of positions 0, 1, 2, ..., long enough for the rows; only where they are ``fixed``."""
+        return self.table(rows.end, hidden, kind)
 
     def table(self, end: int, hidden: torch.Tensor, kind: str | None = None) -> Table:
         """Tables of positions 0 .. ``end`` - 1 or more, as in :meth:`whole`."""

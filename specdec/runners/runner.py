@@ -13,8 +13,8 @@ from specdec.runners.boundary_ops import Joints
 from specdec.runners.recording import Recording
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Angles
+from specdec.runners.rows import Rows
 from specdec.sampling.scores import Scores
-from specdec.step.block import Rows
 from specdec.step.cache import KVCache
 from specdec.step.pages import PagePool
 from specdec.step.slots import LayerSpec
@@ -28,14 +28,14 @@ Finished = tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | Scores | 
 """Hidden states after the last layer, taps, and logits of the rows asked for; Scores where their largest are known."""
 
 Layer = Callable[[torch.Tensor, Rows, Angles], torch.Tensor]
-"""[T, D] of a block's rows through one layer, at these rotary positions."""
+"""[T, D] of a forward's rows through one layer, at these rotary positions."""
 
 
 class LayerRunner(ABC):
     """One way to run a model's layers.
 
-    The block knows what a row sees and where its keys and values are stored. A runner has no state of a sequence, so a
-    block may hold rows of several sequences.
+    The rows say what each of them sees and where its keys and values are stored. A runner has no state of a sequence,
+    so they may be of several sequences.
 
     Attributes:
         name: as in ``execution=``.
@@ -44,7 +44,7 @@ class LayerRunner(ABC):
         experts: how experts are run, where the layers have some and that is known; else None.
         pages: whether its kernels read caches in pages.
         recording: what drafters on its device have their passes recorded by; None where nothing is recorded.
-        looks_up: whether ``run`` and ``finish`` accept None for hidden states, and embed the block's tokens themselves.
+        looks_up: whether ``run`` and ``finish`` accept None for hidden states, and embed the rows' tokens themselves.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
         head: [..., D] that passed the last norm to logits [..., V], before any soft cap.
@@ -77,40 +77,30 @@ class LayerRunner(ABC):
 
     @abstractmethod
     def run(
-        self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run [T, D] through layers [first, last); also returns the inputs of the layers in ``taps`` below ``last``."""
 
-    def enter(self, block: Rows) -> torch.Tensor:
-        """[T, D] of a block's tokens, embedded."""
-        hidden: torch.Tensor = self.embed(block.tokens)[0]
+    def enter(self, rows: Rows) -> torch.Tensor:
+        """[T, D] of the rows' tokens, embedded."""
+        hidden: torch.Tensor = self.embed(rows.tokens)[0]
         return hidden
 
-    def finish(
-        self,
-        hidden: torch.Tensor | None,
-        block: Rows,
-        first: int,
-        last: int,
-        taps: Collection[int],
-        rows: Sequence[int] | None,
-        joints: Joints,
-        top_k: int = 1,
-    ) -> Finished:
+    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> Finished:
         """As :meth:`run` to the last layer, then through the last norm (tap ``FINAL``) and the head.
 
-        ``rows``: rows to return logits for; None for all, empty for none. ``top_k``: how many of each row's largest
-        logits will be read, for runners that can find them early.
+        What is returned is ``rows.step.wanted``.
         """
-        hidden, found = self.run(hidden, block, first, last, taps)
-        if FINAL in taps:
+        wanted = rows.step.wanted
+        hidden, found = self.run(hidden, rows, first, last, wanted.hidden)
+        if FINAL in wanted.hidden:
             found[FINAL] = self.norm(hidden)
-        if rows is not None and not rows:
+        if wanted.nothing:
             return hidden, found, None
         chosen = found.get(FINAL, hidden)
-        if rows is not None:
-            chosen = chosen.index_select(0, block.index(rows, chosen.device))
-        normed = chosen if FINAL in taps else self.norm(chosen)
+        if wanted.logits is not None:
+            chosen = chosen.index_select(0, rows.index(chosen.device))
+        normed = chosen if FINAL in wanted.hidden else self.norm(chosen)
         return hidden, found, joints.logits(self.head(joints.hidden(normed)))
 
     def graphs(self, backend: str) -> str:

@@ -19,8 +19,8 @@ from specdec.errors import TargetError
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.experts import choose_all
 from specdec.runners.replicas import Replicas
+from specdec.runners.rows import Rows, TextRows
 from specdec.runners.runner import Finished, LayerRunner
-from specdec.step.block import Block, Rows
 from specdec.step.slots import LayerSpec
 
 __all__ = ["Sees", "WholeModelRunner"]
@@ -89,7 +89,7 @@ class WholeModelRunner(LayerRunner):
         )
 
     def run(
-        self, hidden: torch.Tensor | None, block: Rows, first: int, last: int, taps: Collection[int]
+        self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         raise TargetError(
             f"{type(self._model).__name__} is run by its whole forward, which nothing can leave early or enter late; "
@@ -113,33 +113,24 @@ class WholeModelRunner(LayerRunner):
                 "eval()"
             )
 
-    def finish(
-        self,
-        hidden: torch.Tensor | None,
-        block: Rows,
-        first: int,
-        last: int,
-        taps: Collection[int],
-        rows: Sequence[int] | None,
-        joints: Joints,
-        top_k: int = 1,
-    ) -> Finished:
-        if hidden is not None or taps:
-            self.run(hidden, block, first, last, taps)
+    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> Finished:
+        wanted = rows.step.wanted
+        if hidden is not None or wanted.hidden:
+            self.run(hidden, rows, first, last, wanted.hidden)
+        every = range(rows.rows) if wanted.logits is None else wanted.logits.tolist()
         found = []
-        for part, start, end in block.parts:
-            own = range(part.rows) if rows is None else [row - start for row in rows if start <= row < end]
-            found.append(self._logits(part, own))
+        for part in rows.parts:
+            found.append(self._logits(part, [row - part.begins for row in every if part.begins <= row < part.ends]))
         logits = torch.cat(found)
-        return logits.new_empty(block.rows, 0), {}, None if rows is not None and not rows else logits
+        return logits.new_empty(rows.rows, 0), {}, None if wanted.nothing else logits
 
-    def _logits(self, block: Block, rows: Sequence[int]) -> torch.Tensor:
+    def _logits(self, part: TextRows, rows: Sequence[int]) -> torch.Tensor:
         """[R, V] of one sequence's rows, of which the logits of these are read."""
-        options: dict[str, Any] = {"position_ids": block.positions.to(self._model.device)}
-        if block.parents is not None:
-            options["attention_mask"] = self._masks(block)
-        cache: Any = _BlockCache(block, self._numbers)
-        tokens, whole = block.tokens.to(self._model.device), len(rows) == block.rows
+        options: dict[str, Any] = {"position_ids": part.positions.to(self._model.device)}
+        if part.parents is not None:
+            options["attention_mask"] = self._masks(part)
+        cache: Any = _TextCache(part, self._numbers)
+        tokens, whole = part.tokens.to(self._model.device), len(rows) == part.rows
         if self._keeps and not whole:  # the head of a prompt's rows would be the largest tensor by far
             options["logits_to_keep"] = torch.tensor(rows, device=tokens.device) if rows else 1
         logits: torch.Tensor = self._forward(tokens, past_key_values=cache, **options).logits[0]
@@ -151,39 +142,38 @@ class WholeModelRunner(LayerRunner):
         with torch.inference_mode():
             return self._model(tokens, use_cache=True, **options)
 
-    def _masks(self, block: Block) -> Any:
+    def _masks(self, part: TextRows) -> Any:
         """Additive masks [1, 1, T, keys], one of each layer type where the model has several."""
         if not isinstance(self._sees, Mapping):
-            return self._mask(block, self._sees)
-        return {kind: self._mask(block, sees) for kind, sees in self._sees.items()}
+            return self._mask(part, self._sees)
+        return {kind: self._mask(part, sees) for kind, sees in self._sees.items()}
 
-    def _mask(self, block: Block, sees: Sees | None) -> torch.Tensor:
-        device, tree = self._model.device, block.first + block.rows
-        visible = torch.ones(block.rows, block.length + tree, dtype=torch.bool, device=device)
-        visible[:, block.length :] = block.seen(tree, device)
+    def _mask(self, part: TextRows, sees: Sees | None) -> torch.Tensor:
+        device = self._model.device
+        visible = torch.ones(part.rows, part.length + part.last, dtype=torch.bool, device=device)
+        visible[:, part.length :] = part.seen(part.last, device)
         if sees is not None:
-            depths = torch.tensor(block.depths[:tree], device=device)
-            places = torch.cat((torch.arange(block.length, device=device), block.length + depths))
+            places = torch.cat((torch.arange(part.length, device=device), part.places(device)))
             none = torch.zeros((), dtype=torch.long, device=device)
-            visible &= sees(none, none, block.positions.to(device)[0, :, None], places[None])
+            visible &= sees(none, none, part.positions.to(device)[0, :, None], places[None])
         dtype = self._model.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
-class _BlockCache(Cache):
-    """A sequence's cache, as a model's own forward reads and writes it for one block of rows."""
+class _TextCache(Cache):
+    """A sequence's cache, as a model's own forward reads and writes it for one sequence's rows."""
 
-    def __init__(self, block: Block, numbers: Mapping[int, int]) -> None:
+    def __init__(self, rows: TextRows, numbers: Mapping[int, int]) -> None:
         super().__init__(layers=[])
-        self._block, self._numbers, self._held = block, numbers, block.length + block.first
+        self._rows, self._numbers, self._held = rows, numbers, rows.length + rows.first
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        number, end = self._numbers[layer_idx], self._held + self._block.rows
-        self._block.store(key_states, value_states, number)
-        cache = self._block.cache
+        number, end = self._numbers[layer_idx], self._held + self._rows.rows
+        self._rows.store(key_states, value_states, number)
+        cache = self._rows.cache
         return cache.keys[number][:, :, :end], cache.values[number][:, :, :end]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -20,7 +20,7 @@ from specdec.native.scores import Stored, chances, draw, rank
 from specdec.sampling.scores import no_distribution
 from specdec.step import device_copies
 
-__all__ = ["Noise"]
+__all__ = ["Noise", "inverse_bits", "key_at"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -37,6 +37,18 @@ def _mix(x: int) -> int:
 
 def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def key_at(start: int, position: int) -> int:
+    """The 64-bit key of the Gumbel noise of the target's draw at a position; ``start``: of :attr:`Noise.start`."""
+    return _mix(_mix((start + position * _GOLDEN) & _MASK))
+
+
+def inverse_bits(temperature: float) -> int:
+    """The bits of a float32, the inverse of a temperature; 0 where there is none."""
+    if not 1e-30 < temperature < 1e30:
+        return 0
+    return int(np.float32(1 / np.float32(temperature)).view(np.int32))
 
 
 class Noise:
@@ -74,15 +86,12 @@ class Noise:
 
     def key(self, position: int) -> int:
         """The 64-bit key of the Gumbel noise of the target's draw at a position."""
-        return self._key(position, Noise.TARGET, 0)
+        return key_at(self.start, position)
 
-    def draws_of(self, temperature: float) -> tuple[int, int]:
-        """What the target's draws of a text follow from, for a device: where keys of positions begin, and the scale.
-
-        The first is a signed 64-bit number. The second has the bits of a float32, the inverse of the temperature.
-        """
-        start = _signed(_mix((self._seed + Noise.TARGET * _GOLDEN) & _MASK))
-        return start, int(np.float32(1 / np.float32(temperature)).view(np.int32))
+    @property
+    def start(self) -> int:
+        """What the keys of the target's draws at all positions follow from, see :func:`key_at`; signed, of 64 bits."""
+        return _signed(_mix((self._seed + Noise.TARGET * _GOLDEN) & _MASK))
 
     def uniform(self, position: int, stream: int, index: int = 0) -> float:
         """One number in (0, 1)."""
@@ -107,8 +116,7 @@ class Noise:
 
     def starts_at(self, positions: torch.Tensor) -> torch.Tensor:
         """int64 [K] what the target's draws at positions follow from, whatever the seed."""
-        start = _mix((self._seed + Noise.TARGET * _GOLDEN) & _MASK)
-        return positions * _signed(_GOLDEN) + _signed(start)
+        return positions * _signed(_GOLDEN) + self.start
 
     def gumbel_from(self, start: torch.Tensor, count: int) -> torch.Tensor:
         """[count, V] noise of the target's draws at consecutive positions; ``start``: int64 [1], of the first one.

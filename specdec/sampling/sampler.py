@@ -11,11 +11,12 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
 from specdec.errors import NumericalError
 from specdec.sampling.grammar import Grammar, States
-from specdec.sampling.noise import Noise
+from specdec.sampling.noise import Noise, inverse_bits
 from specdec.sampling.processors import FREE, check_scores, judged, masked, name_of, takes_rows
 from specdec.sampling.scores import Scores, extremes, no_distribution
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies
+from specdec.step.step_io import Draws
 
 __all__ = ["Sampler"]
 
@@ -100,19 +101,16 @@ class Sampler:
         return logits
 
     @property
-    def next_draw(self) -> tuple[float, int] | None:
-        """Temperature and key of the draw after the text, if it depends on these and the logits only; else None."""
+    def draws(self) -> Draws | None:
+        """What its draws follow from, if they depend on the temperature and the logits only; else None."""
         if not self.sample or self._temperature is None:
             return None
-        return self._temperature, self.noise.key(len(self.tokens))
+        return Draws((self.noise.start,), (self._temperature,))
 
     @property
-    def draws(self) -> tuple[int, int]:
-        """As ``Noise.draws_of``, if draws depend on the temperature and the logits only; else zeros."""
-        # Of others float32 has no inverse.
-        if not self.sample or self._temperature is None or not 1e-30 < self._temperature < 1e30:
-            return 0, 0
-        return self.noise.draws_of(self._temperature)
+    def draws_there(self) -> bool:
+        """Whether a device's kernels can make them."""
+        return self.draws is not None and inverse_bits(self._temperature or 0.0) != 0
 
     def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""

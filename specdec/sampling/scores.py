@@ -26,7 +26,7 @@ class Scores:
         given: the logits [R, V], or a function that copies or cuts them from others when they are first read.
         rows: the R draft rows, ascending; None where row i is logits[i].
         stored: the memory of the logits, where the native library reads it.
-        drawn: per scored row the token that was drawn with the logits, see :attr:`specdec.step.block.Block.draw`; -1
+        drawn: per scored row the token that was drawn with the logits, see :class:`specdec.step.step_io.Draws`; -1
             where none was. Empty where no row has one.
         picked: int64 [R] on the logits' device, the same where a step made the draws of all rows there.
         walked: int64 [R, 3] beside it, of a row's sequence: the last row that ``match`` accepts, its depth, and the

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -31,8 +32,8 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies
-from specdec.step.block import Block
-from specdec.step.device_copies import Later
+from specdec.step.later import Later
+from specdec.step.step_io import StepInput
 from specdec.step.tree import Draft
 
 __all__ = [
@@ -140,17 +141,17 @@ class Verification:
         """Arrays that the step needs on a device beside its rows; ``rows``: the scored rows, None for all."""
         return None
 
-    def read(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: Any) -> Readback | None:
+    def read(self, draft: Draft, step: StepInput, output: Any) -> Readback | None:
         """The tensors to copy from a device before the verdict; None if ``verify`` reads them itself."""
         return None
 
-    def decides(self, draft: Draft) -> bool:
-        """Whether what is accepted may be decided, and committed, on a device, see :class:`Block`."""
-        return False
+    def decides(self, draft: Draft) -> npt.NDArray[np.bool_] | None:
+        """The rows that may be accepted, where what is may be decided, and committed, on a device; else None."""
+        return None
 
-    def verify(self, draft: Draft, rows: Sequence[int] | None, block: Block, output: Any) -> Verdict:
-        """The verdict by the block's :class:`specdec.target.TargetOutput`; it holds the scores."""
-        scores = output.scores(rows)
+    def verify(self, draft: Draft, step: StepInput, output: Any) -> Verdict:
+        """The verdict by the rows' :class:`specdec.target.TargetOutput`; it holds the scores."""
+        scores = output.scores(step.wanted.scored)
         sampler = self.sampler
         verdict = verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler)
         verdict.scores = scores
@@ -282,7 +283,8 @@ class _Traversal:
 def place_of(draft: Draft, row: int, device: torch.device) -> slice | torch.Tensor:
     """The place of a row's token in [V]; a tensor where a device may still be drawing the token."""
     if isinstance(draft.tokens, Later):
-        return draft.tokens.tensor[row : row + 1].to(device)
+        token: torch.Tensor = draft.tokens.tensor[row : row + 1].to(device)
+        return token
     return slice(draft.tokens[row], draft.tokens[row] + 1)
 
 

@@ -42,6 +42,7 @@ class KVCache(NotCopied):
         keys, values: per layer [1, heads, slots, dim]; of pages copies, made when they are read.
         written: positions below it may have been written, rejected rows included. ``first`` of each group of layers
             says which committed positions it still holds.
+        moved: a device has moved the rows together that it accepted, so that ``commit`` need not.
         described: a runner's own description of the slots' addresses; None once they have moved.
     """
 
@@ -60,6 +61,7 @@ class KVCache(NotCopied):
         self.rows = rows
         self.grown = 0
         self.written = 0
+        self.moved = False
         members: dict[LayerSpec, list[int]] = {}
         for layer, spec in enumerate(specs):
             members.setdefault(spec, []).append(layer)
@@ -116,7 +118,7 @@ class KVCache(NotCopied):
         return self._table
 
     def reserve(self, end: int) -> None:
-        """Rows up to position ``end`` are about to be written; every block calls it for its rows, and every write.
+        """Rows up to position ``end`` are about to be written; every forward calls it for its rows, and every write.
 
         Raises:
             CacheError: no memory is left for their pages.
@@ -163,11 +165,12 @@ class KVCache(NotCopied):
                 f"or raise the engine's max_rows (now {self.rows})"
             )
 
-    def commit(self, path: Sequence[int], *, moved: bool = False) -> None:
+    def commit(self, path: Sequence[int]) -> None:
         """Keep the tree rows ``path`` (ascending, from 0 on) as the next committed tokens; forget the other rows.
 
-        ``moved``: a device has moved them together already, perhaps with further rows that are scratch then.
+        Where a device has ``moved`` them together already, perhaps with further rows, these are scratch.
         """
+        moved, self.moved = self.moved, False
         if path and path[-1] >= len(path) and not moved:
             first = next(place for place, row in enumerate(path) if place != row)
             source = [self.length + row for row in path[first:]]

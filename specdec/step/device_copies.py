@@ -1,21 +1,20 @@
 """Copies between host and device: one into the device before a forward, one out after it, as each costs a launch more.
 
 A copy in is asynchronous, from pinned memory. A copy out waits for the device, so a step makes one. Tokens that a
-device drafts need not be known on the host before they are verified (:class:`Later`).
+device drafts need not be known on the host before they are verified (:class:`specdec.step.later.Later`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 __all__ = [
-    "Later",
     "Views",
     "address",
     "copy_in",
@@ -180,33 +179,3 @@ def reading(tensor: torch.Tensor) -> Callable[[], list[float]]:
         return found
 
     return numbers
-
-
-class Later(Sequence[int]):
-    """Integers that a device may still be computing. The first read waits for all of them.
-
-    A forward embeds ``tensor`` on the device. ``known`` sets the integers if they were copied with something else.
-
-    Args:
-        tensor: int64 [N].
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._numbers: list[int] | None = None
-
-    def known(self, numbers: list[int]) -> None:
-        """Set the integers, which were copied already."""
-        self._numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[int]: ...
-    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
-        if self._numbers is None:
-            (self._numbers,) = copy_out([self.tensor])
-        return self._numbers[at]

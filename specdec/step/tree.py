@@ -15,21 +15,10 @@ import numpy.typing as npt
 import torch
 
 from specdec.errors import DraftError, first_line, shown
-from specdec.step.device_copies import Later
+from specdec.step.later import Later
+from specdec.step.step_io import Entering
 
-__all__ = ["NO_HINTS", "Draft", "DraftBuilder", "Entry", "Hints", "ancestors"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """Hidden states that already passed the first layers, so that the forward starts at ``layer``.
-
-    ``hidden`` is [T, D], one row per draft row, in the target's dtype and on the device of ``layer``. The keys and
-    values of layers [0, layer) must stand in the rows' slots already.
-    """
-
-    layer: int
-    hidden: torch.Tensor
+__all__ = ["NO_HINTS", "Draft", "DraftBuilder", "Hints", "ancestors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +48,7 @@ class Draft:
 
     Attributes:
         tokens: T token ids; ``tokens[0]`` is the root. On a device they may be
-            :class:`specdec.step.device_copies.Later`.
+            :class:`specdec.step.later.Later`.
         parents: T row numbers; ``parents[0] == -1`` and ``0 <= parents[i] < i``.
         probes: rows that are computed and never accepted, as a lookahead window's.
         read: probes whose logits the session reads in ``observe``; those of candidates are always computed.
@@ -80,7 +69,7 @@ class Draft:
     probes: frozenset[int] = frozenset()
     read: Sequence[int] = ()
     q: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    entry: Entry | None = None
+    entry: Entering | None = None
     hints: Hints = NO_HINTS
     depths: list[int] = field(init=False)
     is_chain: bool = field(init=False)
@@ -137,6 +126,11 @@ class Draft:
     def on_host(self) -> Draft:
         """The same draft with its tokens on the host; waits for a device that is still drawing them."""
         return replace(self, tokens=list(self.tokens)) if type(self.tokens) is Later else self
+
+    @property
+    def tree(self) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Parents and depths; None where the rows are one path."""
+        return None if self.is_chain else (self.parents, self.depths)
 
     def marked(self, probes: frozenset[int]) -> Draft:
         """The same rows with other probes, none of them the root; the tree is not checked again."""
@@ -232,7 +226,7 @@ class DraftBuilder:
         return Draft(self._tokens, self._parents, probes=frozenset(self._probes), read=read, hints=hints)
 
 
-def ancestors(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
+def ancestors(parents: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     """[T, T] bool: whether row i sees row j, which is when j is i or one of i's ancestors.
 
     Example: parents (-1, 0, 0, 1) give 1000, 1100, 1010, 1101.

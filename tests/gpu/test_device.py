@@ -23,12 +23,13 @@ from specdec.runners import cuts
 from specdec.runners.attention import BACKENDS as ALL_BACKENDS
 from specdec.runners.attention import attend
 from specdec.runners.graphs import CudaRecorder
-from specdec.sampling.noise import Noise
+from specdec.sampling.noise import Noise, inverse_bits
 from specdec.sampling.scores import finite_argmax
 from specdec.step import device_copies
-from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.later import Later
 from specdec.step.tree import ancestors
+from tests import seam
 from tests.fakes import Alternating
 from tests.models import new_model, prompt_of, reference, settings_of
 
@@ -147,9 +148,9 @@ def test_rows_see_their_ancestors_and_the_window(
         store.write(0, keys[:, :, start : start + count], values[:, :, start : start + count], start)
         store.commit(range(count))
     draft = Draft([0] * rows, parents)
-    block = Block.of(draft, store, DEVICE, backend)
-    block.store(keys[:, :, length:], values[:, :, length:], 0)
-    output = attend(query * 3, block, 0, 64**-0.5)
+    part = seam.Text(store).part(draft, device=DEVICE, backend=backend)
+    part.store(keys[:, :, length:], values[:, :, length:], 0)
+    output = attend(query * 3, part, 0, 64**-0.5)
     assert output.dtype == dtype
     expected = naive(query * 3, keys, values, draft, length, window)
     assert (output.double() - expected).abs().max() < TOLERANCE[dtype]
@@ -172,7 +173,7 @@ def naive(
 
 def test_numbers_are_read_as_they_were_when_asked_for() -> None:
     numbers = torch.arange(3.0, device=DEVICE)
-    told, late = device_copies.reading(numbers), device_copies.Later(numbers.long())
+    told, late = device_copies.reading(numbers), Later(numbers.long())
     numbers += 1
     assert (told(), [*late]) == ([0, 1, 2], [0, 1, 2])
 
@@ -184,17 +185,14 @@ def test_numbers_are_read_as_they_were_when_asked_for() -> None:
 def test_replayed_steps_are_those_that_are_launched(family: str) -> None:
     """On both sides of buckets' borders, after texts of several lengths and a growth of the cache."""
     target = target_of(family, execution="fused")
-    cache = target.new_cache(capacity=1500, rows=64)
+    own = seam.text(target, capacity=1500, rows=64)
     with target.active():
-        while cache.length < 1200:
-            target.forward(Block(cache, [7] * 60, device=DEVICE, again=False), rows=())
-            cache.commit(range(60))
+        while own.length < 1200:
+            own.fill([7] * 60, 60, again=False)
             for parents in ([-1], [-1, 0, 0, 1, 1], list(range(-1, 8)), TREES["wide"][:33]):
                 outputs = []
                 for again in (True, False):
-                    block = Block.of(Draft([3] * len(parents), parents), cache, DEVICE)
-                    block.again = again
-                    outputs.append(target.forward(block, taps={1}))
+                    outputs.append(own.run(Draft([3] * len(parents), parents), again=again, taps={1}))
                 one, other = outputs
                 assert one.logits is not None
                 assert other.logits is not None
@@ -255,7 +253,10 @@ def test_draws_in_a_graph_are_those_behind_it(dtype: torch.dtype) -> None:
     """By torch's operations, with the noise and the temperature as they are there."""
     logits, rows = 3 * torch.randn(64, 49152, device=DEVICE).to(dtype), torch.arange(64, device=DEVICE)
     noise, warm = Noise(5, 49152, DEVICE), TemperatureLogitsWarper(0.8)
-    where = {"draws": torch.tensor(noise.draws_of(0.8), device=DEVICE), "counts": torch.zeros_like(rows[:3])}
+    where = {
+        "draws": torch.tensor((noise.start, inverse_bits(0.8)), device=DEVICE),
+        "counts": torch.zeros_like(rows[:3]),
+    }
     picked = pick.pick(logits, {**where, "places": 100 + rows})
     expected = finite_argmax(noise.gumbel_at(101 + rows) + warm(None, logits.float()))
     assert torch.equal(picked[:, :2], torch.stack((finite_argmax(logits), expected), 1))

@@ -23,13 +23,13 @@ from specdec.bench.runner import Runner, answer_prompts
 from specdec.bench.systems import Drafted, make_systems
 from specdec.bench.transformers_systems import TransformersSystem
 from specdec.cli.main import build
-from specdec.drafting.joint_forward import forward_together
 from specdec.engine.load import load
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.loading import embedded_model
 from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.sampling_params import SamplingParams
 from specdec.settings.validation import read_json
+from specdec.target import run_steps
 from tests.models import new_model
 
 UNFREEZE = gc.unfreeze  # no test calls it otherwise, see tests/conftest.py
@@ -268,11 +268,11 @@ def test_several_at_once_write_what_one_by_one_writes(
 ) -> None:
     widths: list[int] = []
 
-    def forward(target: Any, turns: Sequence[Any], *rest: Any, **options: Any) -> Any:
-        widths.append(len(turns))
-        return forward_together(target, turns, *rest, **options)
+    def forward(target: Any, steps: Sequence[Any]) -> Any:
+        widths.append(len(steps))
+        return run_steps(target, steps)
 
-    monkeypatch.setattr("specdec.engine.clocks.forward_together", forward)
+    monkeypatch.setattr("specdec.engine.clocks.run_steps", forward)
     runner = make(batch=[2], drafters=["none", "prompt_lookup"], systems=SYSTEMS)
     assert [system.label for system in runner.systems] == LABELS
     assert runner.manifest["left_out"] == {"transformers_lookup@2": "transformers_lookup answers one prompt at a time"}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from specdec.errors import ConfigError
 from specdec.runners.attention import attend, check_backend
-from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.tree import Draft
+from tests import seam
 from tests.property.trees import parent_lists
 
 HEADS, GROUPS, WIDTH, VALUE_WIDTH = 4, 2, 8, 8
@@ -95,17 +95,11 @@ class World:
         cuts = [0, case.first, len(case.parents)] if pieces and case.first else [0, len(case.parents)]
         outputs = []
         for first, last in pairwise(cuts):
-            block = Block(
-                cache,
-                [0] * (last - first),
-                parents=None if self.draft.is_chain else case.parents[:last],
-                depths=None if self.draft.is_chain else self.draft.depths[:last],
-                first=first,
-                backend=backend,
-            )
-            block.store(*self.rows(case.length + first, case.length + last), 0)
+            parents = None if self.draft.is_chain else case.parents[:last]
+            part = seam.Text(cache).part([0] * (last - first), parents, first=first, backend=backend)
+            part.store(*self.rows(case.length + first, case.length + last), 0)
             query = self.query[:, :, first:last]
-            outputs.append(attend(query, block, 0, WIDTH**-0.5, case.softcap))
+            outputs.append(attend(query, part, 0, WIDTH**-0.5, case.softcap))
         return torch.cat(outputs, 2)
 
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:

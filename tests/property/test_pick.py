@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.sampling.noise import Noise
+from specdec.sampling.noise import Noise, inverse_bits
 from specdec.sampling.scores import finite_argmax
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -32,7 +32,9 @@ def test_each_row_has_its_argmax_and_its_draw(tokens: int, dtype: torch.dtype) -
     logits[7, 5] = -2.0
     noises = [Noise(seed, tokens, CPU) for seed in (3, 2**63 + 5)]
     temperatures = [0.8, 1.3]
-    draws = np.array([noises[0].draws_of(temperatures[0]), noises[1].draws_of(temperatures[1]), (0, 0)], dtype=np.int64)
+    draws = np.array(
+        [*((own.start, inverse_bits(by)) for own, by in zip(noises, temperatures, strict=True)), (0, 0)], dtype=np.int64
+    )
     places = torch.tensor([[40, 41, 41, 42], [900, 901, 902, 0], [7, 8, 9, 10]])
     where = {"draws": torch.from_numpy(draws), "counts": torch.zeros(3, 3, dtype=torch.int64), "places": places}
     best, own, *_ = module.pick(logits, where).T
@@ -49,7 +51,7 @@ def test_each_row_has_its_argmax_and_its_draw(tokens: int, dtype: torch.dtype) -
 def test_rows_behind_others_of_their_tree_have_their_own_positions() -> None:
     logits, noise = torch.randn(2, 500), Noise(4, 500, CPU)
     where = {
-        "draws": torch.tensor(noise.draws_of(1.0)), "counts": torch.tensor([9, 2, 2]),
+        "draws": torch.tensor((noise.start, inverse_bits(1.0))), "counts": torch.tensor([9, 2, 2]),
         "places": torch.tensor([9, 10, 11, 11]),
     }  # fmt: skip
     assert module.pick(logits, where)[:, 1].tolist() == [drawn(row, noise, 12, 1.0) for row in logits]

@@ -25,13 +25,12 @@ from hypothesis.stateful import (
 
 from specdec import Engine, PrefixCache, PrefixTree
 from specdec.costs.prices import UNBATCHED, Rest
-from specdec.drafting.joint_forward import forward_together
 from specdec.engine.decoding import Decoding
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.sequence import ScheduledRows
 from specdec.step.cache import KVCache, LayerSpec
-from specdec.target import FINAL
+from specdec.target import FINAL, run_steps
 from tests import seam
 from tests.fakes import Oracle, Spy
 from tests.models import VOCAB, target_of
@@ -58,7 +57,7 @@ class Caches(RuleBasedStateMachine):
         self.mark = 0.0
 
     def write(self, text: Text, marks: Sequence[float]) -> None:
-        """Rows behind a text, as a block of them has it."""
+        """Rows behind a text, as a forward of them has it."""
         text.cache.reserve(text.cache.length + len(marks))
         rows = torch.tensor(marks, dtype=torch.float64)[None, None, :, None]
         for layer in range(len(SPECS)):
@@ -250,7 +249,7 @@ class Talks(RuleBasedStateMachine):
             with self.target.active():
                 rows = one.decoding.sequence.propose(UNBATCHED, Rest.NONE)
                 assert isinstance(rows, ScheduledRows)
-                (output,) = forward_together(self.target, [rows])
+                (output,) = run_steps(self.target, [rows.step])
             assert output.logits is not None
         self.open.remove(one)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from specdec.step.block import Block
+from specdec.runners.sent_rows import SentText
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.pages import PagePool
-from specdec.step.tree import Draft
+from tests import seam
 from tests.property.test_attention import GROUPS, HEADS, MOST, WIDTH, Case, World, cases
 from tests.tiers import each_once
 
@@ -59,22 +59,22 @@ class Text:
             cache.commit(range(last - start))
         return cache
 
-    def attend(self, block: Block, first: int, more: int = 0) -> torch.Tensor:
-        """[T, heads x width] of a block whose rows are the text's tokens from ``first`` on, with room for ``more``."""
-        last, segments = first + block.rows, step.segments_of(self.keys.shape[2]) + more
-        block.store(self.keys[:, :, first:last], self.values[:, :, first:last], 0)
-        where = block.where()
+    def attend(self, rows: SentText, first: int, more: int = 0) -> torch.Tensor:
+        """[T, heads x width] of rows that are the text's tokens from ``first`` on, with room for ``more``."""
+        last, segments = first + rows.rows, step.segments_of(self.keys.shape[2]) + more
+        rows.store(self.keys[:, :, first:last], self.values[:, :, first:last], 0)
+        where = rows.where()
         if "closure" in where:
             where["paths"] = step.paths(where)
         else:  # as CudaRunner has it for a chunk of a prompt
-            where["places"] = block.positions[0]
-            where["paths"] = torch.arange(block.rows, dtype=torch.int32).repeat(block.rows, 1)
+            where["places"] = rows.positions[0]
+            where["paths"] = torch.arange(rows.rows, dtype=torch.int32).repeat(rows.rows, 1)
         query = self.query.new_zeros(1, len(where["paths"]), self.query.shape[1], self.width)
-        query[:, : block.rows] = self.query[:, :, first:last].transpose(1, 2)
+        query[:, : rows.rows] = self.query[:, :, first:last].transpose(1, 2)
         found = step.step_attention(
             query.transpose(1, 2), where, 0, self.groups, self.window, self.width**-0.5, segments
         )
-        return found[: block.rows]
+        return found[: rows.rows]
 
 
 def slow(*case: Any) -> Any:
@@ -100,10 +100,8 @@ def test_a_drafted_row_is_the_same_token_decoded_plainly(
 ) -> None:
     """Bit for bit, down every path of a tree, token by token, of a cache in pages; and in one whose slots are not."""
     text, beside = (Text(length + len(parents), *heads, width, window, paged=paged) for paged in (True, False))
-    depths = Draft([0] * len(parents), parents).depths
     drafted, contiguous = (
-        one.attend(Block(one.committed(length), [0] * len(parents), parents=parents, depths=depths), length)
-        for one in (text, beside)
+        one.attend(seam.Text(one.committed(length)).sent([0] * len(parents), parents), length) for one in (text, beside)
     )
     assert torch.equal(drafted, contiguous)
     for leaf in sorted(set(range(len(parents))) - set(parents)):
@@ -112,7 +110,7 @@ def test_a_drafted_row_is_the_same_token_decoded_plainly(
             path.insert(0, parents[path[0]])
         cache = text.committed(length)
         for row in path:
-            assert torch.equal(text.attend(Block(cache, [0]), length + row)[0], drafted[row]), (leaf, row)
+            assert torch.equal(text.attend(seam.Text(cache).sent([0]), length + row)[0], drafted[row]), (leaf, row)
             cache.commit([0])
 
 
@@ -130,11 +128,11 @@ def test_a_drafted_row_is_the_same_token_decoded_plainly(
 def test_a_row_is_itself_wherever_its_step_begins(place: int, before: tuple[int, ...], window: int | None) -> None:
     """Alone, as a chain's last row, as a prompt's, and with room for a longer text."""
     text = Text(place + 1, 2, 1, 8, window, paged=window != 5)
-    alone = text.attend(Block(text.committed(place), [0]), place)[0]
+    alone = text.attend(seam.Text(text.committed(place)).sent([0]), place)[0]
     for rows in before:
         for again in (True, False):
-            block = Block(text.committed(place - rows), [0] * (rows + 1), again=again)
-            assert torch.equal(text.attend(block, place - rows, more=3)[-1], alone), (rows, again)
+            own = seam.Text(text.committed(place - rows)).sent([0] * (rows + 1), again=again)
+            assert torch.equal(text.attend(own, place - rows, more=3)[-1], alone), (rows, again)
 
 
 def test_segments_of_a_text() -> None:
@@ -158,10 +156,10 @@ def attended(world: World) -> torch.Tensor:
         cache.commit(range(rows))
     outputs, cuts = [], sorted({0, case.first, len(case.parents)})
     for first, last in pairwise(cuts):
-        shape = {} if world.draft.is_chain else {"parents": case.parents[:last], "depths": world.draft.depths[:last]}
-        block = Block(cache, [0] * (last - first), first=first, **shape)
-        block.store(*world.rows(case.length + first, case.length + last), 0)
-        where = block.where()
+        parents = None if world.draft.is_chain else case.parents[:last]
+        own = seam.Text(cache).sent([0] * (last - first), parents, first=first)
+        own.store(*world.rows(case.length + first, case.length + last), 0)
+        where = own.where()
         where["paths"] = step.paths(where)
         padded = world.query.new_full((1, HEADS, len(where["closure"]), WIDTH), torch.nan)
         padded[:, :, : last - first] = world.query[:, :, first:last]

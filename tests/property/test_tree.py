@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from specdec import Draft, DraftBuilder
 from specdec.errors import DraftError
-from specdec.step.tree import Entry, ancestors
+from specdec.step.step_io import Entering
+from specdec.step.tree import ancestors
 from tests import seam
 from tests.models import VOCAB, model_of, prompt_of, target_of
 from tests.property.trees import parent_lists
@@ -160,7 +161,7 @@ def test_rows_that_enter_late_are_rows_that_went_through(
                 piece = draft.tokens[first:last]
                 early = texts[1].run(piece, parents[:last], first=first, exit_layer=layer, rows=())
                 features.append(early.hidden)
-        entry = Entry(layer, torch.cat(features))
+        entry = Entering(layer, torch.cat(features))
         late = texts[1].run(draft, entry=entry)
         torch.testing.assert_close(entry.hidden, whole.taps[layer], **NEAR)
         torch.testing.assert_close(late.logits, whole.logits, **NEAR)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from specdec import Draft, SamplingParams
+from specdec.runners.sent_rows import SentRows
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.sampling.verify import match
 from specdec.step import device_copies
-from specdec.step.batched_rows import Batch
-from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.joining import joined
 from specdec.step.pages import PagePool
+from specdec.step.step_io import Draws, StepInput, Wanted
+from tests import seam
 from tests.launching import Kernels
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -50,17 +53,20 @@ class Step:
         tokens = tokens_of(rng, size)
         probes = frozenset(row for row in range(1, size) if rng.random() < 0.15)
         self.draft, self.sampled, self.decides = Draft(tokens, parents, probes=probes), rng.random() < 0.5, True
-        self.block = Block.of(self.draft, cache, CPU)
+        self.cache, self.rows = cache, size
+        cache.reserve(cache.length + size)
         self.best, self.drawn = (tokens_of(rng, size) for _ in range(2))
         sampling = SamplingParams(temperature=0.8, acceptance="match") if self.sampled else SamplingParams()
         scores = Scores(torch.nn.functional.one_hot(torch.tensor(self.best), TOKENS).float())
         scores.drawn = self.drawn if self.sampled else ()
         self.verdict = match(self.draft, scores, Sampler(sampling, [1], TOKENS, CPU))
-        self.block.probes = probes
 
-    def send(self, decides: bool) -> None:
-        self.decides = self.block.decides = decides
-        self.block.draws = (7, 1) if self.sampled else (0, 0)
+    def step(self) -> StepInput:
+        """Its rows, of which a device is to decide."""
+        may = np.array([row not in self.draft.probes for row in range(self.rows)])
+        draws = Draws((7,), (1.0,)) if self.sampled else None
+        wanted = Wanted(draws=draws, decide=may if self.decides else None)
+        return seam.Text(self.cache).rows(self.draft, wanted=wanted)
 
 
 def cache_of(rows: int, heads: int = 2, width: int = 4, window: int | None = None, layers: int = 2) -> KVCache:
@@ -69,8 +75,7 @@ def cache_of(rows: int, heads: int = 2, width: int = 4, window: int | None = Non
 
 def walked(kernels: Any, steps: list[Step], store: tuple[int, int] | None) -> torch.Tensor:
     """[S, K, 5] after the walk of all sequences in one step."""
-    blocks = [step.block for step in steps]
-    arrays = Batch(blocks).shapes if len(blocks) > 1 else blocks[0].shapes
+    arrays = SentRows(joined([step.step() for step in steps])).shapes
     where = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
     each = where["above"].shape[-1]
     picked = torch.full((where["above"].numel(), 5), -7)
@@ -90,19 +95,19 @@ def test_the_walk_is_the_host_s(sequences: int, most: int, kernels: Any) -> None
         rng = random.Random(seed)
         steps = [Step(rng, cache_of(most), most) for _ in range(sequences)]
         for step in steps:
-            step.send(decides=seed == 0 or rng.random() < 0.8)
-        if all(step.block.rows == 1 for step in steps):
+            step.decides = seed == 0 or rng.random() < 0.8
+        if all(step.rows == 1 for step in steps):
             continue
         found_of = walked(kernels, steps, None)
         assert (found_of[sequences:, :, 2:4] == -1).all(), "nothing is decided of a sequence that fills up"
         for step, found in zip(steps, found_of, strict=False):
             path, tokens = step.verdict.path, step.verdict.tokens
-            rows = found[: step.block.rows, 2:].tolist()
+            rows = found[: step.rows, 2:].tolist()
             if step.decides:
-                assert rows == [[path[-1], len(path) - 1, tokens[-1]]] * step.block.rows, (seed, step.draft)
+                assert rows == [[path[-1], len(path) - 1, tokens[-1]]] * step.rows, (seed, step.draft)
                 deepest = max(deepest, len(path))
             else:
-                assert [row[:2] for row in rows] == [[-1, -1]] * step.block.rows
+                assert [row[:2] for row in rows] == [[-1, -1]] * step.rows
     assert deepest > 2
 
 
@@ -149,27 +154,28 @@ def test_the_commit_is_the_host_s(
             cache = KVCache([spec] * 2, capacity=150, rows=18, pools=pools)
             cache.length = rng.choice((3, 55, 60, 127))
             steps.append(Step(rng, cache, 18))
-            filled(cache, steps[-1].block.rows)
-            steps[-1].send(decides=rng.random() < 0.8)
-        if all(step.block.rows == 1 for step in steps):
+            filled(cache, steps[-1].rows)
+            steps[-1].decides = rng.random() < 0.8
+        if all(step.rows == 1 for step in steps):
             continue
         expected = list[list[torch.Tensor]]()
         for step in steps:
-            cache, path = step.block.cache, step.verdict.path if step.decides else [0]
+            cache, path = step.cache, step.verdict.path if step.decides else [0]
             host = KVCache([spec] * 2, capacity=150, rows=18, pools=pools)
             host.length = cache.length
-            host.reserve(host.length + step.block.rows)
+            host.reserve(host.length + step.rows)
             for mine, theirs in zip(host.groups, cache.groups, strict=True):
-                first = max(0, host.length + step.block.rows - theirs.limit)
-                mine.fill(first, *theirs.read(first, host.length + step.block.rows))
+                first = max(0, host.length + step.rows - theirs.limit)
+                mine.fill(first, *theirs.read(first, host.length + step.rows))
             host.commit(path)
             hosts.append(host)
-            expected.append(copied(host, step.block.rows - len(path)))
+            expected.append(copied(host, step.rows - len(path)))
             moved += path[-1] >= len(path)
         walked(kernels, steps, (heads, width))
         for step, own in zip(steps, expected, strict=True):
-            cache, path = step.block.cache, step.verdict.path if step.decides else [0]
-            cache.commit(path, moved=step.decides)
-            for one, other in zip(copied(cache, step.block.rows - len(path)), own, strict=True):
+            cache, path = step.cache, step.verdict.path if step.decides else [0]
+            cache.moved = step.decides
+            cache.commit(path)
+            for one, other in zip(copied(cache, step.rows - len(path)), own, strict=True):
                 assert torch.equal(one, other), (seed, path)
     assert moved > 2

@@ -55,7 +55,7 @@ def look_up(
     """Embeddings [B, D], cosines and sines [B, d] of the rows of one sequence or several; rows that fill up have any.
 
     Args:
-        where: of the rows, see :class:`specdec.step.block.Block` and ``Batch``; ``tokens`` among its arrays.
+        where: of the rows, see :mod:`specdec.runners.packed_step`; ``tokens`` among its arrays.
         tables: int64 [2], the addresses of the cosines and of the sines [positions, d].
         turned: d.
         like: of the tables' dtype.

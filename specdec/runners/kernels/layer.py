@@ -175,7 +175,7 @@ def turn_and_store(
         cosines, sines: [positions, d] in the model's dtype.
         places: int64 [T], which row of these a row is turned by.
         norms: weights [d] of the norms per query and per key head, and epsilon; or None.
-        where: of the rows, see :class:`specdec.step.block.Block` and ``Batch``: what fills a bucket is not stored.
+        where: of the rows, see :mod:`specdec.runners.packed_step`: what fills a bucket is not stored.
         layer: whose keys and values they are.
         shape: Hq, Hkv and d.
     """

@@ -13,7 +13,7 @@ executes the same instructions on the same numbers, as it is the same program, a
 a tile independently.
 
 The keys' number, their addresses and the number of rows are read from the device's memory
-(:class:`specdec.step.block.Block`), so that one CUDA graph serves all texts. Keys and values lie beside each other, or
+(:mod:`specdec.runners.packed_step`), so that one CUDA graph serves all texts. Keys and values lie beside each other, or
 in pages of 64 positions (:mod:`specdec.step.pages`). A block of committed keys lies in one page, whose address is read
 once; drafted keys may be in several. Padding rows of a bucket see nothing.
 
@@ -267,7 +267,7 @@ def step_attention(
 
     Args:
         query: [1, Hq, T, d] as :func:`specdec.runners.kernels.layer.turn_and_store` gives it, T a bucket.
-        where: of the rows, see :class:`specdec.step.block.Block` and ``Batch``, with its ``paths``; their keys are in
+        where: of the rows, see :mod:`specdec.runners.packed_step`, with its ``paths``; their keys are in
             their slots.
         layer, key_heads, window: of whose keys and values there are.
         segments: that a text has at most, see :func:`segments_of`.

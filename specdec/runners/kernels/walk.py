@@ -92,7 +92,7 @@ def walk(
 
     Args:
         picked: int64 [B, 5], contiguous.
-        where: of the rows, see :class:`specdec.step.block.Block` and ``Batch``; ``above`` and ``tokens`` among its
+        where: of the rows, see :mod:`specdec.runners.packed_step`; ``above`` and ``tokens`` among its
             arrays. Sequences of which nothing is decided here have -1, and nothing of them is moved.
         store: key heads of each layer and their width, whose keys and values are to be moved; None to move nothing.
         like: of the dtype of keys and values.

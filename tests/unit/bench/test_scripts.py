@@ -189,9 +189,9 @@ def test_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
 def test_gpu_check_sees_rows_that_depend_on_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, forward = load("gpu_check"), TransformersTarget.forward
 
-    def leaning(target: TransformersTarget, block: Any, **options: Any) -> Any:
-        output = forward(target, block, **options)
-        if output.logits is not None and block.rows > 3:
+    def leaning(target: TransformersTarget, step: Any) -> Any:
+        output = forward(target, step)
+        if output.logits is not None and step.rows > 3:
             output.logits[-1] *= 1 + 1e-6
         return output
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +21,7 @@ from specdec.costs.measuring import cost_curve, describe, measure, stored_at
 from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
 from specdec.step import device_copies
-from specdec.step.block import Block
-from specdec.step.cache import KVCache
+from specdec.step.step_io import StepInput
 from tests.models import target_of
 
 CURVE = CostCurve(machine={}, rows=[1, 2, 4], lengths=[100, 300], seconds=[[1.0, 2.0, 3.0], [3.0, 4.0, 7.0]])
@@ -166,20 +165,22 @@ def test_texts_grow_while_they_are_timed_and_rows_are_trees_where_a_device_is_ap
         work()
         return 1.0
 
-    class Noting(Block):
-        def __init__(self, cache: KVCache, tokens: Sequence[int], **options: Any) -> None:
-            super().__init__(cache, tokens, **options)
-            seen.append((self.length, self.rows, self.parents is not None))
+    reciter = target()
+    forward = reciter.forward
 
-    monkeypatch.setattr(measuring_module, "Block", Noting)
+    def noting(step: StepInput) -> Any:
+        seen.append((step.lengths[0], step.rows, not step.chain[0]))
+        return forward(step)
+
+    monkeypatch.setattr(reciter, "forward", noting)
     monkeypatch.setattr(device_copies, "seconds_of", noted)
-    measure(target(), rows=(1, 4), lengths=(8, 16), seconds=1e9)
+    measure(reciter, rows=(1, 4), lengths=(8, 16), seconds=1e9)
     assert not any(tree for _, _, tree in seen)
     assert {length for length, _, _ in seen} == {*range(8, 8 + 32), *range(16, 16 + 32)}
     assert all(after == before + 1 for (before, *_), (after, *_) in pairwise(seen[:32]))
     seen.clear()
     monkeypatch.setattr(device_copies, "is_apart", lambda device: True)
-    measure(target(), rows=(1, 4), lengths=(8, 16), seconds=1e9)
+    measure(reciter, rows=(1, 4), lengths=(8, 16), seconds=1e9)
     assert [(rows, tree) for _, rows, tree in seen[:3]] == [(1, False), (4, True), (1, False)]
 
 
@@ -187,20 +188,24 @@ def test_rows_cost_what_they_usually_take_and_few_are_timed_most(monkeypatch: py
     """A neighbour on the core: now and then arithmetic is fast, and a step that waits for memory never is."""
     clock, timed = Clock(0.0), dict[int, list[float]]()
 
-    def block(cache: KVCache, tokens: Sequence[int], **options: Any) -> Block:
-        timed[len(tokens)] = timed.pop(len(tokens), [])  # the latest is the last
-        return Block(cache, tokens, **options)
+    reciter = target()
+    forward = reciter.forward
+
+    def forwarded(step: StepInput) -> Any:
+        timed[step.rows] = timed.pop(step.rows, [])  # the latest is the last
+        return forward(step)
 
     def taken(work: Callable[[], Any], device: torch.device, now: Callable[[], float]) -> float:
+        work()
         rows = next(reversed(timed))
         often = len(timed[rows]) % 3 > 0
         timed[rows].append({1: 0.01, 2: 0.016 if often else 0.01, 8: 0.04 if often else 0.02}[rows])
         clock.now += timed[rows][-1]
         return timed[rows][-1]
 
-    monkeypatch.setattr(measuring_module, "Block", block)
+    monkeypatch.setattr(reciter, "forward", forwarded)
     monkeypatch.setattr(device_copies, "seconds_of", taken)
-    curve = measure(target(), rows=(1, 2, 8), lengths=(8,), seconds=0.4, clock=clock)
+    curve = measure(reciter, rows=(1, 2, 8), lengths=(8,), seconds=0.4, clock=clock)
     assert curve.seconds == [[0.01, 0.016, 0.04]]
     assert clock.now <= 0.4
     assert len(timed[1]) > len(timed[2]) > len(timed[8]) > 2

@@ -20,7 +20,7 @@ from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.prices import BatchLoad, Prices
 from specdec.drafting.registry import make_drafter
 from specdec.errors import ConfigError
-from specdec.step.tree import Entry
+from specdec.step.step_io import Entering
 from specdec.target import FINAL
 from tests.fakes import Oracle
 from tests.launching import fused, launch
@@ -260,7 +260,7 @@ def test_rows_bound_the_tree() -> None:
 
 class Early(Fixed):
     def propose(self, row_budget: int) -> Draft:
-        return Draft([self.context.root], [-1], entry=Entry(1, torch.zeros(1, 32, dtype=torch.float64)))
+        return Draft([self.context.root], [-1], entry=Entering(1, torch.zeros(1, 32, dtype=torch.float64)))
 
 
 def test_a_part_with_a_model_waits_where_rows_are_dear() -> None:

@@ -86,9 +86,9 @@ def test_accepted_rows_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> Non
     rows: list[int] = []
     forward = model.forward
 
-    def counting(block: Any, **options: Any) -> Any:
-        rows.append(block.rows)
-        return forward(block, **options)
+    def counting(step: Any) -> Any:
+        rows.append(step.rows)
+        return forward(step)
 
     monkeypatch.setattr(model, "forward", counting)
     drafter = DraftModel(DraftModelConfig(tokens=4, min_confidence=0.0), model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from drafters.layer_skip import drafter as drafting
-from drafters.layer_skip.forward import Skip, SkippedForward, halves_of
+from drafters.layer_skip.forward import Skip
 from drafters.layer_skip.search import Choice, best_skip, choices, effects, gain, least_change, share_of
 from drafters.layer_skip.times import Times, assumed, layer_weights, measure, times_of
 from specdec import Engine, SamplingParams
@@ -22,13 +23,20 @@ from specdec.drafting.registry import make_drafter
 from specdec.errors import CheckpointError, ConfigError, SpecdecWarning
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
-from specdec.step.tree import Entry
+from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput
+from specdec.target import Forward
 from tests import seam
 from tests.models import greedy, model_of, new_model, prompt_of, target_of
 from tests.quantised_files import quantised_file
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 PROMPT = prompt_of(9)
+
+
+def run(target: Any, skip: Skip, rows: Sequence[StepInput]) -> list[Any]:
+    """[T, V] the logits of each sequence's rows, without what is skipped."""
+    plan = skip.plan(target.num_layers)
+    return [output.logits for output in Forward(target, plan)([replace(one, plan=plan) for one in rows])]
 
 
 def without(model: Any, skip: Skip) -> Any:
@@ -84,11 +92,10 @@ def test_logits_are_those_of_the_model_without_these_parts(family: str, executio
         ids = torch.tensor([PROMPT])
         expected = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
     own = seam.beside(target.specs, capacity=16, rows=8)
-    run = SkippedForward(target, skip)
-    (first,) = run([own.rows(PROMPT[:5])])
+    (first,) = run(target, skip, [own.rows(PROMPT[:5])])
     own.commit(range(5))
     tree = (PROMPT[5], 3, *PROMPT[6:9])  # below the root a wrong sibling first
-    (second,) = run([own.rows(tree, [-1, 0, 0, 2, 3])])
+    (second,) = run(target, skip, [own.rows(tree, [-1, 0, 0, 2, 3])])
     # Gemma's own softmax is in float32, whatever the dtype; native layers are.
     close = 1e-4 if is_packed else 1e-5
     torch.testing.assert_close(torch.cat((first, second[[0, 2, 3, 4]])), expected, rtol=0, atol=close)
@@ -107,16 +114,16 @@ def test_native_halves_make_the_whole_layer(family: str, tmp_path: Path) -> None
         model = new_model(family, torch.float32, **WIDE)
         target = TransformersTarget(model, execution="native", owned=True)
     assert target.runner.name == "native"
-    attends, rest = (halves_of(target, part) for part in ("mlp", "attention"))
     own, other = (seam.text(target, capacity=16, rows=8) for _ in range(2))
     for tokens in (PROMPT[:5], PROMPT[5:9]):
-        beside = other.rows(tokens)
         given = target.embed(tokens)
         for layer in range(target.num_layers):
-            entry = Entry(layer, given)
+            entry = Entering(layer, given)
             whole = own.run(tokens, entry=entry, exit_layer=layer + 1, rows=()).hidden
-            between, _ = attends.run(given, beside, layer, layer + 1, ())
-            got, _ = rest.run(between, beside, layer, layer + 1, ())
+            got = given
+            for part in (Part.ATTENTION, Part.MLP):
+                plan, entry = LayerPlan(layer + 1, (part,) * target.num_layers), Entering(layer, got)
+                got = target.forward(other.rows(tokens, plan=plan, wanted=NOTHING, entry=entry)).hidden
             assert torch.equal(got, whole)
             given = whole
         own.commit(range(len(tokens)))
@@ -125,13 +132,13 @@ def test_native_halves_make_the_whole_layer(family: str, tmp_path: Path) -> None
 
 def test_several_sequences_share_a_pass_through_half_layers() -> None:
     target = target_of("llama")
-    run = SkippedForward(target, Skip.of([1], attention=[0], mlp=[2]))
+    skip = Skip.of([1], attention=[0], mlp=[2])
     prompts = [PROMPT[:5], PROMPT[3:], PROMPT[:2]]
 
-    def blocks() -> list[Any]:
+    def rows() -> list[Any]:
         return [seam.beside(target.specs, capacity=16, rows=8).rows(prompt) for prompt in prompts]
 
-    for alone, together in zip((run([block])[0] for block in blocks()), run(blocks()), strict=True):
+    for alone, together in zip((run(target, skip, [one])[0] for one in rows()), run(target, skip, rows()), strict=True):
         torch.testing.assert_close(alone, together)
 
 
@@ -153,10 +160,10 @@ def test_half_layers_leave_the_model_as_it_is() -> None:
     model = new_model("llama")
     before = {name: id(module) for name, module in model.named_modules()}
     target = TransformersTarget(model)
-    logits = SkippedForward(target, Skip.of((), mlp=[0, 1, 2]))([seam.text(target).rows(PROMPT)])[0]
+    logits = run(target, Skip.of((), mlp=[0, 1, 2]), [seam.text(target).rows(PROMPT)])[0]
     assert {name: id(module) for name, module in model.named_modules()} == before
     model.model.layers[0].self_attn.o_proj.weight.data.mul_(2)
-    again = SkippedForward(target, Skip.of((), mlp=[0, 1, 2]))([seam.text(target).rows(PROMPT)])[0]
+    again = run(target, Skip.of((), mlp=[0, 1, 2]), [seam.text(target).rows(PROMPT)])[0]
     assert not torch.equal(logits, again)
 
 
@@ -180,10 +187,10 @@ def test_layers_with_hooks_are_left_out_whole_only() -> None:
 
 
 def test_runs_are_as_few_as_can_be() -> None:
-    assert Skip.of([2], attention=[3], mlp=[4, 5]).runs(8) == [
-        (None, 0, 2), ("attention", 3, 4), ("mlp", 4, 6), (None, 6, 8)
+    assert Skip.of([2], attention=[3], mlp=[4, 5]).plan(8).runs(0, 8) == [
+        (Part.BOTH, 0, 2), (Part.MLP, 3, 4), (Part.ATTENTION, 4, 6), (Part.BOTH, 6, 8)
     ]  # fmt: skip
-    assert Skip.of([0, 1]).runs(2) == []
+    assert Skip.of([0, 1]).plan(2).runs(0, 2) == []
 
 
 @pytest.mark.parametrize("saved", [0.2, 0.5, 0.7])
@@ -285,7 +292,11 @@ def test_the_times_of_parts_are_told_apart() -> None:
     """By a clock that moves as far as there is to read: per part of all layers, and for the head."""
     target: Any = target_of("llama")
     now = [0.0]
-    runs = {"mlp": 2.0, "attention": 5.0}
+    runs = {Part.ATTENTION: 2.0, Part.MLP: 5.0}
+
+    def forward(step: StepInput) -> Any:
+        now[0] += runs[step.plan.parts[0]] if step.plan.parts else 6.0
+        return target.forward(step)
 
     class Timed:
         def __init__(self, inner: Any, seconds: float) -> None:
@@ -298,8 +309,7 @@ def test_the_times_of_parts_are_told_apart() -> None:
     watched: Any = SimpleNamespace(
         active=target.active, new_cache=target.new_cache, context_length=99, num_layers=3, device=target.device,
         backend=target.backend, embed=target.embed, norm=target.norm, head=Timed(target.head, 1.0),
-        forward=Timed(target.forward, 6.0),
-        half_layers=lambda part: SimpleNamespace(run=Timed(target.half_layers(part).run, runs[part])),
+        forward=forward, half_layers=target.half_layers,
     )  # fmt: skip
     assert measure(watched, clock=lambda: now[0]) == Times(layers=6.0, head=1.0, attention=2.0, mlp=5.0)
 

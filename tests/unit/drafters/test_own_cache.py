@@ -10,8 +10,9 @@ import torch
 
 from drafters.shared.own_cache import OwnCache
 from specdec.drafter import Observation
-from specdec.step.block import Block
+from specdec.runners.rows import Rows
 from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.step_io import StepInput
 from specdec.step.tree import Draft
 
 CPU = torch.device("cpu")
@@ -21,10 +22,10 @@ def new_cache() -> OwnCache:
     return OwnCache(KVCache([LayerSpec(1, 1, 1, None, CPU, torch.float64)], capacity=400, rows=64))
 
 
-def run(block: Block, values: Sequence[float]) -> None:
+def run(step: StepInput, values: Sequence[float]) -> None:
     """What a pass leaves in the cache: of each row a number that says what was read there."""
     stored = torch.tensor(values, dtype=torch.float64)[None, None, :, None]
-    block.store(stored, stored, 0)
+    Rows(step).store(stored, stored, 0)
 
 
 def text_of(own: OwnCache) -> list[int]:
@@ -60,13 +61,13 @@ def test_after_any_steps_the_cache_and_what_it_lacks_are_the_text(reads: str, se
             own.begin()
             if reads == "tokens":
                 while own.cache.length + len(new := own.lacking(text, 4)) < len(text):
-                    run(block := own.text_block(new), new)
-                    own.read_text(block, root=False)
+                    run(rows := own.text_rows(new), new)
+                    own.read_text(rows, root=False)
                 values: Sequence[float] = new
             else:
                 values = own.catch_up(torch.tensor(text[-1:], dtype=torch.float64)[:, None])[:, 0].tolist()
-            run(block := own.text_block(range(len(values))), values)
-            own.read_text(block)
+            run(rows := own.text_rows(range(len(values))), values)
+            own.read_text(rows)
             assert text_of(own) == text[:-1]
             level = [0]
             while level and len(tokens) < 12:
@@ -78,7 +79,7 @@ def test_after_any_steps_the_cache_and_what_it_lacks_are_the_text(reads: str, se
                 level = sorted(rng.sample(range(first, len(tokens)), rng.randint(0, len(below))))
                 if level:
                     guessed = 100 if reads == "guessed" else 0
-                    run(own.draft_block(level, parents), [tokens[row] + guessed for row in level])
+                    run(own.draft_rows(level, parents), [tokens[row] + guessed for row in level])
         emitted = [rng.randrange(3) for _ in range(rng.randint(1, 4))]
         if kind == "rest":
             emitted = emitted[:1]
@@ -100,13 +101,14 @@ def test_after_any_steps_the_cache_and_what_it_lacks_are_the_text(reads: str, se
 def test_a_row_stands_behind_its_parents_place_in_the_round() -> None:
     """Rows 2 and 5 of a draft are run, which are a chain; then row 4, which makes them a tree."""
     own = new_cache()
-    own.read_text(own.text_block([7]))
+    own.read_text(own.text_rows([7]))
     parents = [-1, 0, 0, 1, 2, 2]
-    block = own.draft_block([2], parents)
-    assert (block.first, block.parents) == (1, None)
-    block = own.draft_block([5, 4], parents)
+    rows = own.draft_rows([2], parents)
+    assert (rows.tree, rows.rows, rows.chain) == ((0, 2), 1, (True,))
+    rows = own.draft_rows([5, 4], parents)
     assert (own.rows, own.parents) == ([0, 2, 5, 4], [-1, 0, 1, 1])
-    assert (block.first, block.parents, block.depths) == (2, [-1, 0, 1, 1], [0, 1, 2, 2])
+    assert (rows.tree, rows.rows, rows.chain) == ((0, 4), 2, (False,))
+    assert (rows.parents.tolist(), rows.depths.tolist()) == ([-1, 0, 1, 1], [0, 1, 2, 2])
     assert own.commit(step([7, 1, 2, 3, 4, 5], parents, [2, 4, 9]), [7, 1, 2, 3, 4, 5]) == [0, 1, 3]
     assert own.cache.length == 3
     assert own.rows == []

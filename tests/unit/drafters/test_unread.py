@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,14 +191,14 @@ def test_guesses_of_before_say_how_many_rows_there_are(tmp_path: Path, monkeypat
             for one, given in zip(brought, type(made).guess(made, brought), strict=True):
                 logits = torch.full_like(given.logits, -5.0)
                 for row in range(one.asked):
-                    place = one.block.length + one.block.first + one.block.rows - one.asked + row + 2
+                    place = one.step.lengths[0] + one.step.tree[-1] - one.asked + row + 2
                     token = truth[min(place, len(truth) - 1)]
                     known = (made.vocabulary.tokens == token).nonzero().flatten().tolist()
                     if known and right:
                         logits[row, known[0]] = 5.0
                     elif known:
                         logits[row, known[0]] = -9.0
-                found.append(type(given)(logits, given.states))
+                found.append(replace(given, logits=logits))
             return found
 
         monkeypatch.setattr(made, "guess", guess)

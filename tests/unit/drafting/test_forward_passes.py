@@ -68,18 +68,18 @@ class Calls(Counter[str]):
         self._patch = monkeypatch.setattr
         for part in getattr(drafter, "parts", [drafter]):
             if isinstance(part, Kangaroo):
-                self.count(target, "forward", lambda options: options.get("exit_layer") is not None)
+                self.count(target, "forward", lambda step: step.plan.last is not None)
                 self.count(part.adapter, "guess")
             elif isinstance(part, DraftModel):
                 self.count(part.model, "forward")
             else:
                 self.count(part.step, "each")
 
-    def count(self, owner: Any, method: str, when: Callable[[dict[str, Any]], bool] = lambda options: True) -> None:
+    def count(self, owner: Any, method: str, when: Callable[[Any], bool] = lambda brought: True) -> None:
         inner = getattr(owner, method)
 
         def counting(*given: Any, **options: Any) -> Any:
-            self[f"{type(owner).__name__}.{method}"] += when(options)
+            self[f"{type(owner).__name__}.{method}"] += when(*given)
             return inner(*given, **options)
 
         self._patch(owner, method, counting)

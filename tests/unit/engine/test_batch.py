@@ -18,7 +18,6 @@ from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning, Tran
 from specdec.costs.curve import roofline
 from specdec.costs.policy import AcceptancePolicy
 from specdec.costs.prices import UNBATCHED, BatchLoad
-from specdec.drafting.joint_forward import ForwardRows, forward_together
 from specdec.engine import clocks, decoding, learning
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
@@ -26,10 +25,9 @@ from specdec.engine.requests import Request
 from specdec.engine.scheduler import Event, Scheduler
 from specdec.errors import ConfigError, PromptError
 from specdec.native import library as native
-from specdec.step.block import Block
 from specdec.step.cache import KVCache
-from specdec.step.tree import Entry
-from specdec.target import FINAL
+from specdec.step.step_io import Entering, StepInput
+from specdec.target import FINAL, run_steps
 from tests import models, seam
 from tests.fakes import Drawing, Reciter, Scripted
 from tests.models import prompt_of, target_of
@@ -204,10 +202,10 @@ def test_a_cancelled_request_ends_at_the_next_step_and_its_cache_goes() -> None:
 
 def test_where_the_shared_forward_raises_only_the_rows_that_raise_alone_end() -> None:
     class Fragile(Reciter):
-        def forward(self, block: Any, **options: Any) -> Any:
-            if 33 in block.ids:
+        def forward(self, step: StepInput) -> Any:
+            if 33 in step.ids:
                 raise RuntimeError("no 33")
-            return super().forward(block, **options)
+            return super().forward(step)
 
     prompts = [[1], [30], [60], [32]]
     with pytest.warns(SpecdecWarning, match=r"2 of 4 prompts failed: 1 \(no 33\); 3 \(no 33\)"):
@@ -256,9 +254,9 @@ def test_a_session_sees_its_own_taps_and_no_other_s() -> None:
             seen[self.top_k] = session.seen
             return session
 
-    def watched(block: Any, **options: Any) -> Any:
-        read.add((frozenset(options["taps"]), options["top_k"]))
-        return forward(block, **options)
+    def watched(step: StepInput) -> Any:
+        read.add((frozenset(step.wanted.hidden), step.wanted.top_k))
+        return forward(step)
 
     engine = Engine(target, None, "none", max_rows=8)
     scheduler = Scheduler(engine, batch=3)
@@ -448,19 +446,17 @@ def test_a_forward_of_several_gives_each_its_own() -> None:
     wanted = (None, (1, 4), (), (0, 3))
     with target.active():
 
-        def parts(enters: bool) -> list[ForwardRows]:
-            blocks = [Block(target.new_cache(capacity=16, rows=8), prompt, device=target.device) for prompt in prompts]
-            entries = [None] * len(blocks)
+        def parts(enters: bool) -> list[StepInput]:
+            texts, entries = [seam.text(target, capacity=16, rows=8) for _ in prompts], [None] * len(prompts)
             if enters:
-                entries[1] = Entry(1, target.forward(blocks[1], exit_layer=1).hidden)
-            return [ForwardRows(*given, (0, 1, FINAL)) for given in zip(blocks, wanted, entries, strict=True)]
+                entries[1] = Entering(1, texts[1].run(prompts[1], exit_layer=1).hidden)
+            each = zip(texts, prompts, wanted, entries, strict=True)
+            taps = (0, 1, FINAL)
+            return [own.rows(ids, **seam.asked(taps=taps, rows=rows, entry=entry)) for own, ids, rows, entry in each]
 
         for enters in (False, True):
-            alone = [
-                target.forward(part.block, entry=part.entry, rows=part.rows, taps=(0, 1, FINAL))
-                for part in parts(enters)
-            ]
-            for own, found, rows in zip(alone, forward_together(target, parts(enters)), wanted, strict=True):
+            alone = [target.forward(part) for part in parts(enters)]
+            for own, found, rows in zip(alone, run_steps(target, parts(enters)), wanted, strict=True):
                 torch.testing.assert_close(found.hidden, own.hidden)
                 assert found.taps.keys() == own.taps.keys()
                 assert len(found.taps) == len(own.taps)

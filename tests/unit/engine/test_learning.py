@@ -122,9 +122,10 @@ def operations(engine: Engine, sampling: SamplingParams | None, forwards: list[A
     """The text, and of its prompt and of each step torch's operations and the library's functions that were called."""
     forward, counts, calls = engine.target.forward, list[Any](), list[str]()
 
-    def noted(block: Any, **options: Any) -> Any:
-        forwards.append((block.rows, options))
-        return forward(block, **options)
+    def noted(step: Any) -> Any:
+        wanted = step.wanted
+        forwards.append((step.rows, wanted.scored, wanted.top_k, sorted(wanted.hidden)))
+        return forward(step)
 
     with pytest.MonkeyPatch.context() as patch, engine.target.active():
         patch.setattr(engine.target, "forward", noted)
@@ -226,7 +227,7 @@ def test_after_a_long_rest_a_head_reads_each_token_beside_its_state(tmp_path: Pa
         guess = drafter.guess
 
         def noted(brought: Any, guess: Any = guess) -> Any:
-            read.extend([*nodes.block.ids] for nodes in brought)
+            read.extend(nodes.step.ids.tolist() for nodes in brought)
             return guess(brought)
 
         with pytest.MonkeyPatch.context() as patch, target.active():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec import TransformersTarget
-from specdec.step.tree import Entry
+from specdec.step.step_io import Entering
 from specdec.target import FINAL
 from tests import seam
 from tests.models import VOCAB, model_of, prompt_of, target_of
@@ -49,7 +49,7 @@ def test_a_walk_in_two_parts(family: str, layer: int) -> None:
         expected = whole.run(TEXT)
         early = parts.run(TEXT, exit_layer=layer)
         assert (early.logits is None) == (layer < 3)
-        late = parts.run(TEXT, entry=Entry(layer, early.hidden))
+        late = parts.run(TEXT, entry=Entering(layer, early.hidden))
     assert late.logits is not None
     assert expected.logits is not None
     assert torch.equal(late.logits, expected.logits)

@@ -24,9 +24,8 @@ from specdec import Engine, PrefixCache, TransformersTarget
 from specdec.errors import TargetError
 from specdec.native.library import library
 from specdec.runners.snapshot import Snapshot
-from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
-from tests import models
+from tests import models, seam
 from tests.tiers import each_once
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # that the native library has code for
@@ -349,7 +348,7 @@ def test_keys_of_another_dtype_are_not_rounded() -> None:
     with pytest.raises(
         TargetError, match=r"layer 0 computes keys in torch.float64, and did so in torch.float32 when its"
     ):
-        Block(cache, [1]).store(keys, keys, 0)
+        seam.Text(cache).part([1]).store(keys, keys, 0)
 
 
 @pytest.mark.few(1)

@@ -16,6 +16,7 @@ from specdec import Engine, TransformersTarget
 from specdec.errors import ConfigError, SpecdecWarning, TargetError
 from specdec.native import library as native
 from specdec.runners.experts import KnownExperts, PackedExperts
+from specdec.runners.rows import Rows
 from tests import models, seam
 from tests.sums import InOrder
 
@@ -94,9 +95,9 @@ def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
     target, tokens = native_target("mixtral", dtype), models.prompt_of(9)
     with target.active():
         own, hidden = seam.text(target), target.embed(tokens)
-        alone = target.runner.run(hidden, own.rows(tokens), 0, 3, ())[0]
+        alone = target.runner.run(hidden, Rows(own.rows(tokens)), 0, 3, ())[0]
         hidden = torch.cat([hidden, torch.full_like(hidden[:1], torch.nan)])
-        found = target.runner.run(hidden, own.rows([*tokens, 3]), 0, 3, ())[0]
+        found = target.runner.run(hidden, Rows(own.rows([*tokens, 3])), 0, 3, ())[0]
     assert torch.equal(found[:-1], alone)
     assert bool(found[-1].isnan().all())
 

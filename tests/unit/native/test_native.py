@@ -15,7 +15,6 @@ from transformers.activations import GELUTanh
 from drafters.kangaroo.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
 from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.drafting.joint_forward import ForwardRows, forward_together
 from specdec.native import library as native
 from specdec.native import scores as scores_module
 from specdec.native import types
@@ -24,8 +23,9 @@ from specdec.runners.boundary_ops import Joints
 from specdec.runners.linear import HeadOf, PackedWeight, TiedEmbedding, linear_kernel
 from specdec.sampling.noise import Noise
 from specdec.sampling.sampler import Sampler
-from specdec.step.tree import Draft, Entry
-from specdec.target import FINAL
+from specdec.step.step_io import Draws, Entering
+from specdec.step.tree import Draft
+from specdec.target import FINAL, run_steps
 from tests import models, seam
 from tests.sums import InOrder, rounding_of
 from tests.tiers import once
@@ -284,7 +284,7 @@ def test_a_walk_in_two_parts_is_the_whole_walk_bit_for_bit(dtype: torch.dtype) -
     with target.active():
         expected, parted = seam.text(target).run(tokens).logits, seam.text(target)
         shallow = parted.run(tokens, exit_layer=2).hidden
-        found = parted.run(tokens, entry=Entry(2, shallow)).logits
+        found = parted.run(tokens, entry=Entering(2, shallow)).logits
     assert torch.equal(found, expected)
 
 
@@ -308,7 +308,7 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, top_k: 
         for value, found in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
             hidden = torch.full((4, target.hidden_size), value, dtype=dtype)
             with torch.no_grad():
-                entry = Entry(target.num_layers, hidden)
+                entry = Entering(target.num_layers, hidden)
                 entered = own.run(tokens, entry=entry, rows=(2,), top_k=top_k)
             assert entered.scores((2,)).largest() == [found], value
 
@@ -325,7 +325,7 @@ def test_tokens_are_embedded_in_the_same_call(dtype: torch.dtype) -> None:
         embedded = target.embed(tokens)
         assert torch.equal(embedded, target.model.get_input_embeddings().weight[tokens])
         assert torch.equal(found.taps[0], embedded)
-        assert torch.equal(own.run(tokens, entry=Entry(0, embedded)).logits, found.logits)
+        assert torch.equal(own.run(tokens, entry=Entering(0, embedded)).logits, found.logits)
         for none in (101, -1):
             with pytest.raises(IndexError, match="no embedding for one of its tokens"):
                 own.run([3, none])
@@ -344,10 +344,9 @@ def test_the_likeliest_tokens_are_found_with_the_logits(
     torch.set_num_threads(threads)
     try:
         with target.active():
-            blocks = [seam.text(target).rows(ids) for ids in ([3, 4, 5], [6, 7])]
-            parts = [ForwardRows(block, rows, top_k=32) for block, rows in zip(blocks, (None, (1,)), strict=True)]
-            outputs = forward_together(target, parts)
-            outputs.append(target.forward(blocks[0], top_k=32))
+            each = zip(([3, 4, 5], [6, 7]), (None, (1,)), strict=True)
+            parts = [seam.text(target).rows(ids, **seam.asked(rows=rows, top_k=32)) for ids, rows in each]
+            outputs = [*run_steps(target, parts), target.forward(parts[0])]
     finally:
         torch.set_num_threads(before)
     find = scores_module._find
@@ -444,15 +443,22 @@ def test_what_comes_next_is_drawn_with_the_logits(dtype: torch.dtype, threads: i
     torch.set_num_threads(threads)
     try:
         with target.active():
-            blocks = [seam.text(target).rows(ids) for ids in ([3, 4, 5], [6, 7], [8, 9, 10])]
-            for position in range(20):
-                blocks[0].draw, blocks[2].draw = (0.8, noise.key(position)), (1.5, noise.key(position + 1))
-                wanted = (None, None, (0, 2))
+            texts = [seam.text(target).blank(length) for length in (0, 2, 1)]
+            for position in range(1, 21):
+                for own, behind in zip(texts, (-1, 2, 0), strict=True):
+                    own.blank(position + behind)
+                start, wanted = (noise.start,), (None, None, (0, 2))
+                hot = [Draws(start, (0.8,)), None, Draws(start, (1.5,))]
+                each = zip(texts, ([3, 4, 5], [6, 7], [8, 9, 10]), wanted, hot, strict=True)
                 top_k = 1 + position % 2
-                parts = [ForwardRows(block, rows, top_k=top_k) for block, rows in zip(blocks, wanted, strict=True)]
-                together = forward_together(target, parts)
+                parts = []
+                for own, ids, rows, draws in each:
+                    asked = seam.asked(rows=rows, top_k=top_k)
+                    asked["wanted"] = replace(asked["wanted"], draws=draws)
+                    parts.append(own.rows(ids, **asked))
+                together = run_steps(target, parts)
                 first, none, last = (output.scores(rows) for output, rows in zip(together, wanted, strict=True))
-                alone = target.forward(blocks[0]).scores(None)
+                alone = target.forward(parts[0]).scores(None)
                 for scores in (first, alone):
                     assert scores.target_token(0) == noise.drawn(scores.logits[0], position, 0.8)
                     assert scores.target_token(1) is scores.target_token(2) is None
@@ -480,7 +486,7 @@ def test_no_second_look_is_taken_for_the_first_draw(drafter: str, monkeypatch: p
     hot, prompt = SamplingParams(temperature=0.7, seed=5), [3, 4, 5, 3, 4, 5, 3]
     found = engine.generate(prompt, 40, hot)
     assert len(looks) == len(found.token_ids) - len(found.steps), "one of each step's tokens needs none"
-    monkeypatch.setattr(Sampler, "next_draw", None)
+    monkeypatch.setattr(Sampler, "draws", None)
     looks.clear()
     assert engine.generate(prompt, 40, hot).token_ids == found.token_ids
     assert len(looks) == len(found.token_ids)

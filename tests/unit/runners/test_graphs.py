@@ -6,10 +6,12 @@ import gc
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ from specdec.runners.runner import LayerRunner
 from specdec.step import device_copies
 from specdec.step.cache import KVCache
 from specdec.step.pages import PagePool
-from specdec.step.tree import Entry
+from specdec.step.step_io import Entering, Wanted
 from specdec.target import FINAL
 from tests import seam
 from tests.launching import Recorder, fused, launch
@@ -128,7 +130,7 @@ def test_layers_in_parts(recorder: Recorder) -> None:
             parts = [own.run([tokens[row]], first=row, **early) for row in range(3)]
             parts.append(own.run(tokens[3:], parents, first=3, **early))
             hidden = torch.cat([part.hidden for part in parts])
-            rest = own.run(draft, again=again, entry=Entry(1, hidden), taps={1, 2})
+            rest = own.run(draft, again=again, entry=Entering(1, hidden), taps={1, 2})
             found.append((parts, rest, own.run(draft, again=again, taps={1, 2})))
     for mine, theirs in zip(found[0][0], found[1][0], strict=True):
         for tap in (0, 1):
@@ -221,9 +223,9 @@ def test_the_head_argmax_and_draws_are_in_the_graph(
     engine, inside, drawn = Engine(target, None, options, max_rows=8), list[bool](), list[bool]()
     finish, decide = LayerRunner.finish, device_step.decide
 
-    def behind(own: Any, hidden: Any, block: Any, *rest: Any) -> Any:
-        inside.append(not block.again)
-        return finish(own, hidden, block, *rest)
+    def behind(own: Any, hidden: Any, rows: Any, *rest: Any) -> Any:
+        inside.append(not rows.again)
+        return finish(own, hidden, rows, *rest)
 
     def decided(sampler: Any, scores: Any, depths: Any) -> Any:
         drawn.append(bool(depths) and sampler.sample)
@@ -265,10 +267,11 @@ def test_the_walk_and_the_commit_are_in_the_graph(
     by_host, by_graph, walks = list[int](), list[int](), list[int]()
     commit, last_row = KVCache.commit, device_step.last_row
 
-    def committed(cache: KVCache, path: Sequence[int], *, moved: bool = False) -> None:
+    def committed(cache: KVCache, path: Sequence[int]) -> None:
+        moved = cache.moved
         if path and path[-1] >= len(path):
             (by_graph if moved else by_host).append(path[-1])
-        commit(cache, path, moved=moved)
+        commit(cache, path)
 
     monkeypatch.setattr(KVCache, "commit", committed)
     monkeypatch.setattr(device_step, "last_row", lambda *arrays: (walks.append(1), last_row(*arrays))[1])
@@ -386,14 +389,32 @@ def test_threads_share_graphs(recorder: Recorder) -> None:
     assert [found[number] for number in range(4)] == expected
 
 
-def test_rows_of_a_block_that_was_made_before_its_cache_grew_are_refused(recorder: Recorder) -> None:
+def test_rows_that_were_made_before_their_cache_grew_are_run_where_it_is(recorder: Recorder) -> None:
     target = fused(new_model("llama", torch.float64, **SIZES))
     for again in (True, False):
         own = seam.text(target, capacity=1500, rows=8)
-        block = own.rows([3], again=again)
+        before = own.rows([3], again=again)
         own.blank(0)
-        with target.active(), pytest.raises(TargetError, match="cache grew 1 times after a block of 1 rows was made"):
-            target.forward(block)
+        assert own.grown == 1
+        with target.active():
+            assert torch.equal(target.forward(before).logits, own.run([3], again=again).logits)
+
+
+def test_rows_that_a_device_has_moved_do_not_enter_again(recorder: Recorder) -> None:
+    """Their first layers' keys are elsewhere; from the first layer on they may run once more."""
+    target = fused(new_model("llama", torch.float64, **SIZES))
+    own, rows = seam.text(target), [3, 5, 4]
+    decide = np.ones(3, dtype=np.bool_)
+    with target.active():
+        entry = Entering(1, own.run(rows, [-1, 0, 0], exit_layer=1).hidden)
+        step = own.rows(rows, [-1, 0, 0], wanted=Wanted(decide=decide))
+        first = target.forward(step)
+        assert step.texts[0].moved
+        with pytest.raises(TargetError, match="rows that a step has committed cannot enter it again"):
+            target.forward(replace(own.rows(rows, [-1, 0, 0], entry=entry), wanted=step.wanted))
+        assert torch.equal(target.forward(step).logits, first.logits)
+        own.commit([0])
+        assert not step.texts[0].moved
 
 
 def test_what_is_recorded_beforehand_is_not_recorded_in_a_text(recorder: Recorder) -> None:

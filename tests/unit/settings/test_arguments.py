@@ -17,7 +17,7 @@ import specdec
 from specdec import Draft, Engine, Hints, SamplingParams, TransformersTarget
 from specdec.errors import ConfigError, DraftError, PromptError, SpecdecError
 from specdec.settings.arguments import ARGUMENTS, checked
-from specdec.step.tree import Entry
+from specdec.step.step_io import Entering
 from tests.fakes import Scripted
 from tests.models import VOCAB, prompt_of, target_of
 
@@ -491,13 +491,13 @@ class Duck:
             "q of row 0 is float32 of shape [3]; it must be floats of shape [32]",
         ),
         (lambda root: Draft([root, 3], [-1, 0], q={0: torch.ones(VOCAB).long()}), "q of row 0 is int64 of shape [32]"),
-        (lambda root: Draft([root, 3], [-1, 0], entry=3), "entry is 3, of type int; it must be an Entry"),
-        (lambda root: Draft([root, 3], [-1, 0], entry=Entry(1, None)), "entry.hidden is None"),
-        (lambda root: Draft([root, 3], [-1, 0], entry=Entry(1.5, torch.zeros(2, 32))), "entry.layer is 1.5"),
-        (lambda root: Draft([root, 3], [-1, 0], entry=Entry(9, torch.zeros(2, 32))), "entry.layer is 9"),
-        (lambda root: Draft([root, 3], [-1, 0], entry=Entry(-1, torch.zeros(2, 32))), "entry.layer is -1"),
+        (lambda root: Draft([root, 3], [-1, 0], entry=3), "entry is 3, of type int; it must be an Entering"),
+        (lambda root: Draft([root, 3], [-1, 0], entry=Entering(1, None)), "entry.hidden is None"),
+        (lambda root: Draft([root, 3], [-1, 0], entry=Entering(1.5, torch.zeros(2, 32))), "entry.layer is 1.5"),
+        (lambda root: Draft([root, 3], [-1, 0], entry=Entering(9, torch.zeros(2, 32))), "entry.layer is 9"),
+        (lambda root: Draft([root, 3], [-1, 0], entry=Entering(-1, torch.zeros(2, 32))), "entry.layer is -1"),
         (
-            lambda root: Draft([root, 3], [-1, 0], entry=Entry(1, torch.zeros(2, 32).long())),
+            lambda root: Draft([root, 3], [-1, 0], entry=Entering(1, torch.zeros(2, 32).long())),
             "entry.hidden is int64 of shape [2, 32]; it must be float64 of shape [2, 32]",
         ),
         (lambda root: Draft([root, 3], [-1, 5]), "row 1 names row 5 as its parent"),

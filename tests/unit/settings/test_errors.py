@@ -32,7 +32,7 @@ from specdec.errors import (
     unknown,
 )
 from specdec.models.inspection import refuse_unfit
-from specdec.step.tree import Entry
+from specdec.step.step_io import Entering
 from tests.fakes import Oracle, Scripted
 from tests.models import VOCAB, greedy, new_model, prompt_of, target_of
 
@@ -318,7 +318,7 @@ def test_model_of_nan_is_refused_at_load() -> None:
         (lambda context, row_budget: Draft.chain([context.root, VOCAB]), r"a token outside the vocabulary \[0, 32\)"),
         (lambda context, row_budget: Draft.chain([context.root, -1]), "a token outside the vocabulary"),
         (
-            lambda context, row_budget: Draft([context.root, 1], [-1, 0], entry=Entry(1, torch.zeros(1, 32))),
+            lambda context, row_budget: Draft([context.root, 1], [-1, 0], entry=Entering(1, torch.zeros(1, 32))),
             r"entry.hidden is float32 of shape \[1, 32\]; it must be float64 of shape \[2, 32\]: one row per draft row",
         ),
     ],

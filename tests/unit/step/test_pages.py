@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from specdec.errors import CacheError
 from specdec.step import pages
-from specdec.step.block import Block
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.pages import PAGE, PagePool
+from tests import seam
 
 ROWS, MOST = 20, 400
 FULL = LayerSpec(heads=2, key_dim=4, value_dim=4, window=None, device=torch.device("cpu"), dtype=torch.float64)
@@ -220,7 +220,7 @@ def test_a_device_without_memory_is_told_with_what_helps(monkeypatch: pytest.Mon
     with pytest.raises(CacheError, match=message):
         texts[2].reserve(2 * PAGE)
     with pytest.raises(CacheError):
-        Block(texts[2], [1])
+        seam.Text(texts[2]).rows([1])
     cycle: list[Any] = [texts.pop(0)]
     cycle.append(cycle)
     gc.disable()

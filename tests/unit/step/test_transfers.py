@@ -32,9 +32,11 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.scores import Scores
 from specdec.sampling.verify import match
 from specdec.step import device_copies, forward_passes
-from specdec.step.batched_rows import Batch
-from specdec.step.block import Block
+from specdec.step.later import Later
+from specdec.step.step_io import StepInput, Wanted
 from specdec.step.tree import ancestors
+from specdec.target import run_steps
+from tests import seam
 from tests.fakes import Alternating, Reciter
 from tests.launching import fused, launch
 from tests.models import VOCAB, new_model, prompt_of, random_adapter, settings_of, target_of
@@ -201,22 +203,21 @@ def test_one_copy_in_for_any_number_of_sequences(
     target = fused(new_model("llama")) if replayed else target_of("llama")
     drafts = [Draft((3, 4 + at % 5, 5), (-1, 0, 0)) if at % 2 else Draft.chain((at % 7,)) for at in range(count)]
     with target.active():
-        caches = [target.new_cache(capacity=20, rows=4) for _ in drafts]
-        for at, cache in enumerate(caches):
-            target.forward(Block(cache, [at % 9] * (1 + at % 3), device=target.device, again=False), rows=())
-            cache.commit(range(1 + at % 3))
+        texts = [seam.text(target, capacity=20, rows=4) for _ in drafts]
+        for at, own in enumerate(texts):
+            own.fill([at % 9] * (1 + at % 3), 3, again=False)
 
-        def blocks() -> list[Block]:
-            more = {"rows": np.array([0], dtype=np.int64)}
-            return [Block.of(draft, own, target.device, more=more) for draft, own in zip(drafts, caches, strict=True)]
+        def steps() -> list[StepInput]:
+            wanted = Wanted(beside=[{"rows": np.array([0], dtype=np.int64)}])
+            return [own.rows(draft, wanted=wanted) for draft, own in zip(drafts, texts, strict=True)]
 
-        alone = torch.cat([target.forward(block).hidden for block in blocks()])
+        alone = torch.cat([target.forward(step).hidden for step in steps()])
         for recorded in range(2):  # what is recorded first is recorded between copies
             transfers.counts.clear()
             with transfers:
-                each = blocks()
-                together = target.forward(Batch(each)).hidden
-                assert all(block.sent["rows"].shape == (1,) for block in each)
+                outputs = run_steps(target, steps())
+                together = torch.cat([output.hidden for output in outputs])
+                assert all(output.rows.sent["rows"].shape == (1,) for output in outputs)
             assert recorded == 0 or transfers.counts["in"] == 1
             assert replayed or transfers.counts["out"] == 0  # what stands in for kernels reads on the host
     assert (together - alone).abs().max() < 1e-11
@@ -390,7 +391,7 @@ def test_masks_of_a_grammar_are_sent_at_once(
     arrays = DeviceVerification.arrays
 
     def checked(own: Any, draft: Draft, rows: Any) -> Any:
-        assert not isinstance(draft.tokens, device_copies.Later)
+        assert not isinstance(draft.tokens, Later)
         return arrays(own, draft, rows)
 
     request.getfixturevalue("monkeypatch").setattr(DeviceVerification, "arrays", checked)
@@ -598,9 +599,9 @@ def test_a_guess_is_read_while_its_pass_runs(
 
         return numbers
 
-    def noted(block: Any, **options: Any) -> Any:
-        done.append("verified" if options.get("entry") is not None else "run")
-        return forward(block, **options)
+    def noted(step: StepInput) -> Any:
+        done.append("verified" if step.entering is not None else "run")
+        return forward(step)
 
     monkeypatch.setattr(device_copies, "is_apart", lambda device: True)
     monkeypatch.setattr(device_copies, "reading", reading)
@@ -620,9 +621,9 @@ def test_prefill_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPa
     engine = Engine(target, None, "none", prefill_chunk=8)
     forward, left, now = target.forward, [0], [0.0]
 
-    def launched(block: Any, **options: Any) -> Any:
-        left[0] += block.rows
-        return forward(block, **options)
+    def launched(step: StepInput) -> Any:
+        left[0] += step.rows
+        return forward(step)
 
     def wait(device: torch.device) -> None:
         now[0] += left[0]
@@ -641,14 +642,14 @@ def test_prefill_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPa
 
 def test_tokens_that_come_later_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = list[int]()
-    copy_out = device_copies.copy_out
+    tolist = torch.Tensor.tolist
 
-    def counted(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-        copied.append(len(tensors))
-        return copy_out(tensors)
+    def counted(tensor: torch.Tensor) -> list[int]:
+        copied.append(1)
+        return tolist(tensor)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(device_copies, "copy_out", counted)
-    late, told = (device_copies.Later(torch.tensor([5, 6, 7])) for _ in range(2))
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    late, told = (Later(torch.tensor([5, 6, 7])) for _ in range(2))
     draft = Draft(late, (-1, 0, 0))
     assert (len(draft), draft.depths, copied) == (3, [0, 1, 1], [])
     assert [*draft.tokens] == [*draft.tokens[:2], 7] == [5, 6, 7]

@@ -1,4 +1,4 @@
-"""A batch's arrays for kernels: those of its blocks one by one, stacked and padded, in one copy."""
+"""Rows on a device of its own: of several sequences those of each one, stacked and padded, in one copy."""
 
 from __future__ import annotations
 
@@ -9,29 +9,35 @@ import pytest
 import torch
 
 from specdec import Draft
-from specdec.step import batched_rows, device_copies
-from specdec.step.batched_rows import Batch
-from specdec.step.block import Block
+from specdec.runners import packed_step
+from specdec.runners.sent_rows import SentRows, SentText
+from specdec.runners.visibility import bucket
+from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
-from specdec.step.visibility import bucket
+from specdec.step.joining import joined
+from specdec.step.later import Later
+from specdec.step.step_io import StepInput, Wanted
+from tests import seam
 
 CPU = torch.device("cpu")
 TREE = (-1, 0, 0, 1, 1)
 
 
-def blocks_of(trees: Sequence[Sequence[int]], *, again: bool = True, late: Sequence[int] = ()) -> list[Block]:
-    """A block of each tree, after texts of different lengths; tokens of those in ``late`` are the device's."""
-    blocks = []
+def steps_of(trees: Sequence[Sequence[int]], *, again: bool = True, late: Sequence[int] = ()) -> list[StepInput]:
+    """Rows of each tree, after texts of different lengths; tokens of those in ``late`` are the device's."""
+    steps = []
     for number, parents in enumerate(trees):
         cache = KVCache([LayerSpec(1, 4, 4, None, CPU, torch.float32)] * 2, capacity=60, rows=16)
         cache.length = 3 * number
-        draft = Draft([10 * number + row for row in range(len(parents))], parents)
-        more = {"own": np.arange(number + 1)} if number % 2 else None
-        blocks.append(Block.of(draft, cache, CPU, more=more))
-        blocks[-1].again = again
-        if number in late:
-            blocks[-1].ids = device_copies.Later(torch.tensor(draft.tokens))
-    return blocks
+        tokens = [10 * number + row for row in range(len(parents))]
+        wanted = Wanted(beside=[{"own": np.arange(number + 1)}] if number % 2 else ())
+        draft = Draft(Later(torch.tensor(tokens)) if number in late else tokens, parents)
+        steps.append(seam.Text(cache).rows(draft, again=again, wanted=wanted))
+    return steps
+
+
+def alone(steps: Sequence[StepInput]) -> list[SentText]:
+    return [SentRows(step, CPU).parts[0] for step in steps]
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +50,12 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "trees", [[(-1,)] * 3, [(-1,), (-1, 0, 1)] * 2, [range(-1, 4)] * 5, [(-1,), TREE, (-1, 0)], [TREE] * 2]
 )
-def test_a_block_of_a_batch_has_what_it_has_alone(
+def test_a_sequence_has_among_others_what_it_has_alone(
     trees: Sequence[Sequence[int]], again: bool, late: Sequence[int]
 ) -> None:
-    alone, together = (blocks_of(trees, again=again, late=late) for _ in range(2))
-    batch = Batch(together)
-    batch.send()
+    batch = SentRows(joined(steps_of(trees, again=again, late=late)), CPU)
     first = 0
-    for one, other in zip(alone, together, strict=True):
+    for one, other in zip(alone(steps_of(trees, again=again, late=late)), batch.parts, strict=True):
         for name in one.arrays:
             assert torch.equal(other.sent[name], one.sent[name]), name
         rows = slice(first, first + one.rows)
@@ -71,17 +75,17 @@ def test_a_block_of_a_batch_has_what_it_has_alone(
 @pytest.mark.parametrize(
     "trees", [[(-1,)] * 3, [(-1,), (-1, 0, 1), (-1,), (-1, 0, 1, 2)], [(-1,), TREE, (-1, 0), (-1, 0, 0, 0, 0, 0)]]
 )
-def test_groups_have_every_row_once_with_what_its_block_has(trees: Sequence[Sequence[int]]) -> None:
-    alone, together = blocks_of(trees, again=False), blocks_of(trees, again=False)
-    groups, order = Batch(together).groups()
+def test_groups_have_every_row_once_with_what_its_sequence_has(trees: Sequence[Sequence[int]]) -> None:
+    each, batch = alone(steps_of(trees, again=False)), SentRows(joined(steps_of(trees, again=False)), CPU)
+    groups, order = batch.groups()
     rows = torch.cat([group.rows for group in groups])
     assert torch.equal(rows[order], torch.arange(sum(map(len, trees))))
     found, first = dict[int, tuple[dict[str, torch.Tensor], int]](), 0
     for group in groups:
-        for number, each in enumerate(group.rows.view(len(group.arrays["counts"]), -1).tolist()):
-            found[each[0]] = {name: array[number] for name, array in group.where().items()}, len(each)
-    assert len({(one.parents is None, bucket(one.rows)) for one in alone}) == len(groups)
-    for one, other in zip(alone, together, strict=True):
+        for number, own in enumerate(group.rows.view(len(group.arrays["counts"]), -1).tolist()):
+            found[own[0]] = {name: array[number] for name, array in group.where().items()}, len(own)
+    assert len({(one.parents is None, bucket(one.rows)) for one in each}) == len(groups)
+    for one, other in zip(each, batch.parts, strict=True):
         arrays, places = found[first]
         first += one.rows
         assert places >= one.rows
@@ -95,10 +99,10 @@ def test_groups_have_every_row_once_with_what_its_block_has(trees: Sequence[Sequ
 
 
 def test_chains_are_stacked_as_trees_are() -> None:
-    blocks = blocks_of([(-1,), (-1, 0, 1), (-1, 0)])
-    found = batched_rows._chains(blocks, Batch(blocks)._padding)
-    for name, array in blocks[0].shapes.items():
-        expected = batched_rows._stacked([block.shapes[name] for block in blocks])
+    parts = alone(steps_of([(-1,), (-1, 0, 1), (-1, 0)]))
+    found = packed_step._chains(parts, packed_step.padding_of((1, 3, 2)))
+    for name, array in parts[0].shapes.items():
+        expected = packed_step._stacked([part.shapes[name] for part in parts])
         assert found[name].dtype == expected.dtype == array.dtype
         assert np.array_equal(found[name][:3], expected[:3]), name
 
@@ -109,11 +113,8 @@ def test_nothing_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         device_copies, "copy_in", lambda arrays, device: (sizes.append(len(arrays)), copy_in(arrays, device))[1]
     )
-    blocks = blocks_of([(-1,)] * 4)
-    batch = Batch(blocks)
-    batch.send()
-    batch.send()
-    for block in blocks:
-        assert block.sent is block.sent
-        assert block.step
+    batch = SentRows(joined(steps_of([(-1,)] * 4)), CPU)
+    for part in [*batch.parts, *batch.parts]:
+        assert part.sent is part.sent
+        assert part.step
     assert sizes == [3 + 2], "step, spread, packed, and what two blocks have besides"

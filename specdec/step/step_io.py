@@ -1,0 +1,257 @@
+"""StepInput: a forward of a model, for one sequence or several, in plain numbers.
+
+It says which tokens run, what each of them sees, which layers run, and what is wanted of them. Whoever runs layers
+makes of it what its own code needs: addresses, masks, a buffer for a device. A plain step is a chain of one row, a
+chunk of a prompt a chain without logits, and one sequence a batch of one.
+
+The i-th row of a sequence's tree is stored at position ``length + i`` of its text, whatever its depth, and stands at
+position ``length + depth``. A row sees its sequence's committed text, its ancestors and itself. So a forward is a
+function of committed text and its own rows, and may run twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.step.later import Later
+
+if TYPE_CHECKING:  # neither this file nor what it imports needs torch
+    from specdec.step.cache import KVCache
+
+__all__ = [
+    "ALL",
+    "NOTHING",
+    "WHOLE",
+    "Draws",
+    "Entering",
+    "LayerPlan",
+    "Part",
+    "StepInput",
+    "Wanted",
+    "fixed",
+]
+
+Ints = npt.NDArray[np.int32]
+
+
+class Part(IntFlag):
+    """What a decoder layer is made of."""
+
+    ATTENTION, MLP = 1, 2
+    BOTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """The layers that run, of all rows of a forward; passes with equal plans may be one forward.
+
+    Attributes:
+        last: the layer to stop before; None runs all layers, and the head.
+        parts: [layers] what runs of each; empty where that is all.
+    """
+
+    last: int | None = None
+    parts: Sequence[Part] = ()
+
+    def runs(self, first: int, last: int) -> list[tuple[Part, int, int]]:
+        """What runs of layers [first, last), in order: ranges of layers of which the same parts run."""
+        parts = [(layer, self.parts[layer] if self.parts else Part.BOTH) for layer in range(first, last)]
+        groups = [(which, [layer for layer, _ in own]) for which, own in groupby(parts, key=itemgetter(1)) if which]
+        return [(which, layers[0], layers[-1] + 1) for which, layers in groups]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entering:
+    """Hidden states of rows that passed the first layers already; the others begin with their tokens.
+
+    Attributes:
+        layer: the layer that the rows enter; in a forward [B] one for each sequence, ascending, and -1 for sequences of
+            tokens. Keys and values of the layers before it are in the rows' slots.
+        hidden: [rows, D] in the target's dtype and on the device of ``layer``; in a forward a list of these, one for
+            each sequence that enters.
+    """
+
+    layer: int | Sequence[int]
+    hidden: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """What the target's draws at a temperature follow from; noise depends on a row's position alone.
+
+    Attributes:
+        start: [B] see :attr:`specdec.sampling.noise.Noise.start`.
+        temperature: [B]; 0 where nothing is drawn.
+    """
+
+    start: Sequence[int]
+    temperature: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What is wanted of a forward besides the hidden states behind its last layer.
+
+    Attributes:
+        logits: int64 [R] rows with logits, ascending; None for all, empty for none.
+        top_k: how many of each row's largest logits will be read.
+        hidden: the layers whose input is returned; ``specdec.FINAL``: what the head reads.
+        draws: of the rows with logits, if any may be made together with them.
+        decide: bool [T] rows that may be accepted, where what runs the rows may walk the tree by its own argmax or
+            draws, and move the accepted rows together; of a sequence of which that is not so, none. None: of no one.
+        beside: for each sequence arrays that verification reads on the rows' device, and that go there with them.
+    """
+
+    logits: npt.NDArray[np.int64] | None = None
+    top_k: int = 1
+    hidden: Collection[int] = ()
+    draws: Draws | None = None
+    decide: npt.NDArray[np.bool_] | None = None
+    beside: Sequence[Mapping[str, npt.NDArray[Any]]] = ()
+
+    @property
+    def scored(self) -> list[int] | None:
+        """The rows with logits; None for all."""
+        return None if self.logits is None else self.logits.tolist()
+
+    @property
+    def nothing(self) -> bool:
+        """Whether no logits are wanted."""
+        return self.logits is not None and not len(self.logits)
+
+
+WHOLE, ALL = LayerPlan(), Wanted()
+NOTHING = Wanted(np.empty(0, dtype=np.int64), 0)
+"""No logits, as of text."""
+_TREE, _CHAIN = (False,), (True,)
+
+
+@dataclass(slots=True, eq=False)
+class StepInput:
+    """B sequences, T rows of this forward, N rows of their trees so far.
+
+    What there is one of for each row is of numpy. Shapes that come again and again share their arrays.
+
+    Attributes:
+        texts: [B] what is held of each text.
+        starts: [B + 1]; sequence b has the rows ``starts[b]`` to ``starts[b + 1]``.
+        tokens: int64 [T]; a device's own where a drafter drew them there, and where not all are there, a list of [B].
+        lengths: [B] committed tokens.
+        tree: [B + 1]; sequence b has the tree's rows ``tree[b]`` to ``tree[b + 1]``, of which the last ones run now.
+        parents, depths: int32 [N], within a tree; -1 is the parent of its root.
+        rows: T.
+        end: one more than the last position of a row, or further.
+        chain: [B] whether a tree is one path, so that its parents need not be read.
+        plan: the layers.
+        wanted: what is returned.
+        entering: hidden states of rows that passed the first layers, if there are such rows.
+        again: [B] whether such rows come again and again, so that a recorded graph of their forward pays.
+    """
+
+    texts: Sequence[KVCache]
+    starts: Sequence[int]
+    tokens: npt.NDArray[np.int64] | Later | Sequence[npt.NDArray[np.int64] | Later]
+    lengths: Sequence[int]
+    tree: Sequence[int]
+    parents: Ints
+    depths: Ints
+    rows: int
+    end: int
+    chain: Sequence[bool]
+    plan: LayerPlan = WHOLE
+    wanted: Wanted = ALL
+    entering: Entering | None = None
+    again: Sequence[bool] = (True,)
+
+    @classmethod
+    def of(
+        cls,
+        text: KVCache,
+        tokens: Sequence[int] | npt.NDArray[np.int64],
+        tree: tuple[Sequence[int], Sequence[int]] | None = None,
+        *,
+        first: int = 0,
+        plan: LayerPlan = WHOLE,
+        wanted: Wanted = ALL,
+        entering: Entering | None = None,
+        again: bool = True,
+    ) -> StepInput:
+        """The rows of one sequence, for which its text makes room.
+
+        Args:
+            text: what is held of the text.
+            tokens: of the T rows.
+            tree: parents and depths of the tree up to the last of these rows, or further; None for a chain.
+            first: the first row of the tree that is run; those above it were run before.
+            plan, wanted, again: see the attributes.
+            entering: of a draft.
+
+        Raises:
+            CacheError: no memory is left for the rows.
+        """
+        last, length = first + len(tokens), text.length
+        text.reserve(length + last)
+        starts, ends, parents, depths = _chain(first, last)
+        deepest = last - 1
+        if tree is not None:
+            parents, depths = (np.array(own[:last], dtype=np.int32) for own in tree)
+            deepest = max(tree[1][first:last])
+        if entering is not None:
+            layer: Any = entering.layer
+            entering = Entering((layer,), (entering.hidden,))
+        return cls(
+            (text,),
+            starts,
+            tokens if type(tokens) is Later else np.array(tokens, dtype=np.int64),
+            (length,),
+            ends,
+            parents,
+            depths,
+            last - first,
+            length + deepest + 1,
+            _CHAIN if tree is None else _TREE,
+            plan,
+            wanted,
+            entering,
+            (again,),
+        )
+
+    @property
+    def counts(self) -> list[int]:
+        """[B] rows of each sequence."""
+        return [last - first for first, last in zip(self.starts, self.starts[1:], strict=False)]
+
+    @property
+    def late(self) -> bool:
+        """Whether a device may still be computing tokens."""
+        return type(self.tokens) is not np.ndarray
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """[T] the tokens on the host; waits for a device that is still computing them."""
+        tokens: Any = self.tokens
+        if type(tokens) is Later:
+            return np.array(tokens, dtype=np.int64)
+        return np.concatenate(tokens) if type(tokens) is list else tokens
+
+
+@lru_cache(maxsize=256)
+def _chain(first: int, last: int) -> tuple[tuple[int, int], tuple[int, int], Ints, Ints]:
+    """Rows ``first`` to ``last`` of a chain: starts, tree, parents and depths."""
+    return (0, last - first), (0, last), fixed(np.arange(-1, last - 1)), fixed(np.arange(last))
+
+
+def fixed(numbers: npt.NDArray[Any]) -> Ints:
+    """The numbers, which callers share, so that nobody may write to them."""
+    own = numbers.astype(np.int32)
+    own.flags.writeable = False
+    return own
