@@ -25,7 +25,6 @@ from specdec.runners.known_layers import KnownLayer, UnknownModule, stacked
 from specdec.runners.layers import FusedLayer, ModuleLayer
 from specdec.runners.linear import linear_kernel
 from specdec.runners.rotary import Rotary
-from specdec.runners.rows import Rows
 from specdec.runners.sent_rows import rows_on
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
@@ -207,7 +206,7 @@ class MtpStep:
         """The cache layout of a layer, found by running it with an attention function that only records."""
         specs: list[LayerSpec] = []
         probe = self._module_layer(layer, place, ProbeLayer, use_cache=False, note=specs.append)
-        rows = Rows(StepInput.of(KVCache([], capacity=1, rows=1), [0]), self.device)
+        rows = rows_on(self.device, StepInput.of(KVCache([], capacity=1, rows=1), [0]))
         hidden = torch.zeros(1, self._target.hidden_size, device=self.device, dtype=self.dtype)
         with torch.inference_mode():
             probe(hidden, rows, self._rotary.of(rows, hidden))

@@ -212,7 +212,6 @@ class CudaRunner(LayerByLayer):
     def run(
         self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, taps: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        assert isinstance(rows, SentRows)
         if rows.end > self._longest:
             self._longest = self._graphs.kind = 2 * rows.end
         if self._graphs.takes(rows):
@@ -220,6 +219,8 @@ class CudaRunner(LayerByLayer):
             if outcome is not None:
                 return outcome
         hidden = self.enter(rows) if hidden is None else hidden
+        if not isinstance(rows, SentRows):  # the embedding is on the host
+            rows = SentRows(rows.step, hidden.device, rows.backend)
         cos_sin = self._rotary.cos_sin(rows, hidden)
         kind = bucket(min(rows.rows, _MOST_ROWS)), len(rows.parts) > 1, rows.backend
         known = kind in self._launched

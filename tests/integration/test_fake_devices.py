@@ -210,6 +210,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(
         TransformersTarget, "_read_joints", lambda self, *_: {real.name: real.joints}.get(self.name, Joints())
     )
+    monkeypatch.setattr(torch, "from_numpy", lambda array: torch.tensor(array))  # which would make one that is not fake
     monkeypatch.setattr(device_copies, "copy_in", copy_in)
     monkeypatch.setattr(device_copies, "copy_out", copy_out)
     monkeypatch.setattr(device_copies, "reading", lambda tensor: tensor.tolist)

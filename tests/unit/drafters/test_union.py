@@ -29,6 +29,7 @@ from specdec import (
 )
 from specdec.errors import ConfigError
 from specdec.sampling.scores import Scores
+from specdec.step.step_io import Entering
 from tests.fakes import Oracle, Spy
 from tests.models import greedy, prompt_of, target_of
 from tests.unit.costs.test_policy import curve_of
@@ -342,12 +343,12 @@ def test_a_union_of_unions_is_exact() -> None:
 
 
 def test_a_part_that_enters_at_a_layer_is_refused() -> None:
-    class Entering(Fixed):
+    class Late(Fixed):
         def propose(self, row_budget: int) -> Draft:
             return Draft([self.context.root], [-1], entry=Entering(2, torch.zeros(1, 32, dtype=torch.float64)))
 
     with pytest.raises(ConfigError, match="union cannot take 'fixed': its rows enter the target at layer 2"):
-        observed_through([Entering()])
+        observed_through([Late()])
 
 
 @pytest.mark.parametrize(

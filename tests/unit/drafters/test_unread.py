@@ -247,7 +247,7 @@ def test_each_row_draws_by_a_noise_of_its_own(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(device_copies, "is_apart", lambda device: True)
 
     def guess(brought: Any) -> Any:
-        return [type(one)(0 * one.logits, one.states) for one in type(drafter).guess(drafter, brought)]
+        return [replace(one, logits=0 * one.logits) for one in type(drafter).guess(drafter, brought)]
 
     monkeypatch.setattr(drafter, "guess", guess)
     drafts = list[Draft]()
