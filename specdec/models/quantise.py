@@ -12,10 +12,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import numpy as np
 
-from specdec.errors import CheckpointError, ConfigError, first_line
+from specdec.errors import CheckpointError, ConfigError, SpecdecWarning, first_line
 from specdec.models.gguf import GgufFile, require_gguf
 from specdec.models.gguf_blocks import check_tensors
 from specdec.models.gguf_ends import FILL_ENDS, TokenRoles
@@ -135,18 +136,27 @@ def _unnamed(tokenizer: Any, places: Sequence[int]) -> list[int]:
 
 
 def _check_ends(ends: frozenset[int], place: Path, tokenizer: Any) -> None:
-    """Raises CheckpointError where a file's answers end elsewhere than the model's."""
+    """Raises CheckpointError where a file's answers do not end where the model's do; warns of ends by name."""
     found = {*ends_of(place)}
     if lost := sorted(ends - found):
         raise CheckpointError(
             f"the model ends an answer at {len(ends)} tokens, and GGUF has keys for three: {lost} would be lost; leave "
             "some out of eos_token_id in its generation_config.json"
         )
-    if extra := sorted(found - ends):
-        words = tokenizer.convert_ids_to_tokens(extra)
+    extra = sorted(found - ends)
+    if arbitrary := _unnamed(tokenizer, extra):
+        words = tokenizer.convert_ids_to_tokens(arbitrary)
         raise CheckpointError(
-            f"answers of the file would end at {words} as well, for llama.cpp by name or for want of an end: put "
-            f"{extra} into eos_token_id in the model's generation_config.json if they are ends"
+            f"answers of the file would end at {words} as well, for want of an end: put those of the model into "
+            "eos_token_id in its generation_config.json"
+        )
+    if extra:
+        more, own = (tokenizer.convert_ids_to_tokens(sorted(places)) for places in (extra, ends))
+        warn(
+            f"answers of the file end at {more} as well, as llama.cpp takes these for ends by their names; the model "
+            f"ends at {own} alone",
+            SpecdecWarning,
+            stacklevel=2,
         )
 
 

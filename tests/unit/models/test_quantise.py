@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from specdec import Engine
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CheckpointError, ConfigError, SpecdecWarning
 from specdec.models.loading import embedded_model, load_model
 from specdec.models.quantise import quantise_model
 from specdec.models.tokenizer import load_tokenizer
@@ -121,6 +121,13 @@ def test_all_ends_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.few(1)
+def test_ends_by_name_are_warned_of(tmp_path: Path) -> None:
+    place, file = folder_of(tmp_path / "own", ends=[7]), tmp_path / "a.gguf"
+    with pytest.warns(SpecdecWarning, match=r"end at \['<\|end\|>'\] as well, as llama.cpp takes these for ends"):
+        quantise_model(place, "q8_0", file)
+    assert load(file).generation_config.eos_token_id == [1, 7]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -131,7 +138,7 @@ def test_all_ends_are_written(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "scales its rotary"),
         ({"ends": [1, 7, 9, 11, 12]}, r"ends an answer at 5 tokens, and GGUF has keys for three: \[11, 12\] would be"),
         ({"family": "Qwen2"}, r"has '<\|endoftext\|>' at 4096, and the model has rows for 4096 tokens"),
-        ({"ends": [7]}, r"would end at \['<\|end\|>'\] as well"),
+        ({"ends": None}, r"would end at \[.*\] as well, for want of an end"),
     ],
     ids=str,
 )
