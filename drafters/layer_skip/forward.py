@@ -34,7 +34,7 @@ class Skip:
         return bool(self.attention or self.mlp)
 
     def plan(self, layers: int) -> LayerPlan:
-        """What runs of a model of so many layers.
+        """The plan for a model with this number of layers.
 
         A sublayer of attention that runs stores its keys and values in the rows' slots; one that is left out stores
         none, and none of the draft's rows looks for them.

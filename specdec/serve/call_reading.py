@@ -145,7 +145,7 @@ class Reading(ABC):
         self._end()
 
     def _value(self) -> Steps[str]:
-        """Read a value, and return what of it was not given out."""
+        """Read a value, and return its characters that were not returned before."""
         ends = ""  # of the lists and objects around
         while True:
             first = yield from self._next()

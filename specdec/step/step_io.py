@@ -56,7 +56,7 @@ class LayerPlan:
 
     Attributes:
         last: the layer to stop before; None runs all layers, and the head.
-        parts: [layers] what runs of each; empty where that is all.
+        parts: [layers] the parts of each layer that run; empty where every part runs.
     """
 
     last: int | None = None
@@ -106,8 +106,8 @@ class Wanted:
         top_k: how many of each row's largest logits will be read.
         hidden: the layers whose input is returned; ``specdec.FINAL``: what the head reads.
         draws: of the rows with logits, if any may be made together with them.
-        decide: bool [T] rows that may be accepted, where what runs the rows may walk the tree by its own argmax or
-            draws, and move the accepted rows together; of a sequence of which that is not so, none. None: of no one.
+        decide: bool [T] the rows that the executor may accept: it walks the tree by its own argmax or draws, and moves
+            the accepted rows together. All rows of a sequence are False where verification decides; None: all rows.
         beside: for each sequence arrays that verification reads on the rows' device, and that go there with them.
     """
 
@@ -251,7 +251,7 @@ def _chain(first: int, last: int) -> tuple[tuple[int, int], tuple[int, int], Int
 
 
 def fixed(numbers: npt.NDArray[Any]) -> Ints:
-    """The numbers, which callers share, so that nobody may write to them."""
+    """The numbers as a read-only array, as callers share it."""
     own = numbers.astype(np.int32)
     own.flags.writeable = False
     return own
