@@ -107,7 +107,7 @@ class Wanted:
         hidden: the layers whose input is returned; ``specdec.FINAL``: what the head reads.
         draws: of the rows with logits, if any may be made together with them.
         decide: bool [T] the rows that the executor may accept: it walks the tree by its own argmax or draws, and moves
-            the accepted rows together. All rows of a sequence are False where verification decides; None: False for all.
+            the accepted rows together. All rows of a sequence are False where verification decides; None: of all.
         beside: for each sequence arrays that verification reads on the rows' device, and that go there with them.
     """
 
