@@ -31,8 +31,8 @@ class Server(uvicorn.Server):
     """A uvicorn server for one service.
 
     After a first signal, it answers new requests with 503, so that whoever asks ``/health`` sees that it ends, and ends
-    when the running ones have ended; when the grace period is over, these end with an error. A second signal ends it at
-    once.
+    when the running ones have ended; when the grace period is over, these end with an error. A second signal ends it
+    after the step that runs.
 
     Args:
         service: the service behind the application.
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
 
         The signal is not raised again once the server has ended, as uvicorn would do: it was followed.
         """
-        self.force_exit = self.service.forced = self.should_exit
+        self.force_exit = self.should_exit
         self.should_exit = True
         self.service.draining = True
 
