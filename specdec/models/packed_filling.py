@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from transformers import GenerationConfig
 
 from specdec.errors import CheckpointError
@@ -20,9 +19,8 @@ from specdec.models.gguf_blocks import Filling
 from specdec.native.formats import formats
 from specdec.runners.block_weight import BlockRows, BlockTensor
 from specdec.runners.memory_pages import FilePages
-from specdec.settings.files import read_object
 
-__all__ = ["PackedFilling", "PackedRows", "opened_tensors"]
+__all__ = ["PackedFilling", "PackedRows"]
 
 _DEQUANTISED = 1 << 20  # weights of a dense matrix at once
 
@@ -38,34 +36,6 @@ class PackedRows(BlockRows, Protocol):
 
     def dense(self, first: int, last: int) -> torch.Tensor:
         """[last - first, in] float32: what these rows stand for."""
-
-
-def opened_tensors(folder: Path) -> dict[str, Any]:
-    """The names of a checkpoint's tensors -> the open file of each.
-
-    Raises:
-        CheckpointError: a file of weights is not there, or the index and the files contradict each other.
-    """
-    index = folder / "model.safetensors.index.json"
-    places = {str(key): str(name) for key, name in read_object(index)["weight_map"].items()} if index.exists() else None
-    names = {*places.values()} if places is not None else {"model.safetensors"}
-    for name in sorted(names):
-        if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(f"{str(folder)!r} has no {name!r}; download the checkpoint anew")
-    files: dict[str, Any] = {name: safe_open(folder / name, framework="pt") for name in sorted(names)}
-    held = {name: {*file.keys()} for name, file in files.items()}
-    if places is None:
-        return {key: files[name] for name, keys in held.items() for key in keys}
-    if lost := [key for key, name in places.items() if key not in held[name]]:
-        raise CheckpointError(
-            f"{str(index)!r} says that {places[lost[0]]!r} has {lost[0]!r}, which it has not; download both anew"
-        )
-    if loose := sorted({key for keys in held.values() for key in keys} - {*places}):
-        raise CheckpointError(
-            f"{str(folder)!r} has {len(loose)} tensors that {index.name} does not name, such as {loose[0]!r}; download "
-            "the checkpoint anew"
-        )
-    return {key: files[name] for key, name in places.items()}  # a tensor may be left in another file, of an older save
 
 
 class PackedFilling(Filling):

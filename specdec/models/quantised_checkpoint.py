@@ -11,12 +11,13 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
+from specdec.decoder.weights.safetensors import opened_tensors
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.bitsandbytes_checkpoint import BitsAndBytesFilling
 from specdec.models.gguf_blocks import described_rows, why_not_native
 from specdec.models.int4_checkpoint import Int4Filling
 from specdec.models.int4_settings import Int4Settings
-from specdec.models.packed_filling import PackedFilling, opened_tensors
+from specdec.models.packed_filling import PackedFilling
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import PackedLinear
 

@@ -1,0 +1,128 @@
+"""Names: what a family's tensors are called, in checkpoints and by transformers.
+
+A weight is known by its part of the decoder, such as ``attention.q``, and the layer; ``shapes_of`` lists what a decoder
+has. A table says what the module of each part is called, by several patterns where checkpoints differ; the first is
+transformers' own. Experts are one by one in checkpoints, and fused in transformers' modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from specdec.decoder.spec import DecoderSpec, Experts, Layer
+
+__all__ = ["DECODER", "FUSED", "Names", "Weight", "shapes_of"]
+
+Shape = tuple[int, ...]
+
+
+class Weight(NamedTuple):
+    """A tensor of a decoder: of which part, layer and expert; ``kind`` is ``weight`` or ``bias``."""
+
+    part: str
+    layer: int | None = None
+    expert: int | None = None
+    kind: str = "weight"
+
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "experts.gate_up": ("experts.gate", "experts.up"),
+    "experts.down": ("experts.down",),
+}
+"""Tensor of all experts [E, outputs, inputs] -> the parts of one expert that are stacked in it."""
+
+DECODER: Mapping[str, tuple[str, ...]] = {
+    "embedding": ("embed_tokens",),
+    "norm": ("norm",),
+    "before.attention": ("layers.{layer}.input_layernorm",),
+    "attention.q": ("layers.{layer}.self_attn.q_proj",),
+    "attention.k": ("layers.{layer}.self_attn.k_proj",),
+    "attention.v": ("layers.{layer}.self_attn.v_proj",),
+    "attention.o": ("layers.{layer}.self_attn.o_proj",),
+    "attention.q_norm": ("layers.{layer}.self_attn.q_norm",),
+    "attention.k_norm": ("layers.{layer}.self_attn.k_norm",),
+    "before.mlp": ("layers.{layer}.post_attention_layernorm",),
+    "mlp.gate": ("layers.{layer}.mlp.gate_proj",),
+    "mlp.up": ("layers.{layer}.mlp.up_proj",),
+    "mlp.down": ("layers.{layer}.mlp.down_proj",),
+    "experts.router": ("layers.{layer}.mlp.gate",),
+    "experts.gate": ("layers.{layer}.mlp.experts.{expert}.gate_proj",),
+    "experts.up": ("layers.{layer}.mlp.experts.{expert}.up_proj",),
+    "experts.down": ("layers.{layer}.mlp.experts.{expert}.down_proj",),
+}
+"""Part -> its module in the decoder, as most families have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the tensors of a family are called.
+
+    Attributes:
+        decoder: part -> patterns of its module, in the decoder.
+        prefixes: of the decoder, each of which stands before all of its names; transformers' own first.
+        heads: names of the head.
+        experts: pattern of what is fused, by transformers, in the decoder.
+        ignored: patterns of tensors that are no part of the decoder, anywhere in a name.
+    """
+
+    decoder: Mapping[str, tuple[str, ...]]
+    prefixes: tuple[str, ...] = ("model.", "", "model.language_model.", "language_model.model.")
+    heads: tuple[str, ...] = ("lm_head", "language_model.lm_head")
+    experts: str = "layers.{layer}.mlp.experts.{fused}_proj"
+    ignored: tuple[str, ...] = (
+        r"rotary_emb\.inv_freq$",  # older saves have them, and they follow from the config
+        r"(^|\.)(vision_tower|vision_model|multi_modal_projector)\.",  # models of images and texts are given texts
+        r"^(model\.)?mtp(_layers)?\.",  # layers behind the model's own, which a drafter reads
+    )
+
+    def candidates(self, weight: Weight, prefix: str) -> Iterator[str]:
+        """Names that a tensor may have in a checkpoint whose decoder has this prefix."""
+        places = {"layer": weight.layer, "expert": weight.expert}
+        if weight.part == "head":
+            yield from (f"{head}.{weight.kind}" for head in self.heads)
+        elif weight.part in FUSED and weight.expert is None:
+            fused = weight.part.partition(".")[2]
+            yield prefix + self.experts.format(fused=fused, **places)
+        else:
+            yield from (f"{prefix}{module.format(**places)}.{weight.kind}" for module in self.decoder[weight.part])
+
+    def own(self, weight: Weight) -> str:
+        """Transformers' name; of experts, of what is fused."""
+        return next(self.candidates(weight, self.prefixes[0]))
+
+
+def shapes_of(spec: DecoderSpec) -> dict[Weight, Shape]:
+    """Every tensor of a decoder, with its shape; a tied head has none of its own."""
+    found: dict[Weight, Shape] = {Weight("embedding"): (spec.vocab, spec.hidden), Weight("norm"): (spec.hidden,)}
+    if not spec.head.tied:
+        found[Weight("head")] = (spec.vocab, spec.hidden)
+    for number, layer in enumerate(spec.layers):
+        found |= {weight._replace(layer=number): shape for weight, shape in _layer_shapes(layer, spec.hidden)}
+    return found
+
+
+def _layer_shapes(layer: Layer, hidden: int) -> Iterator[tuple[Weight, Shape]]:
+    own, mlp = layer.attention, layer.mlp
+    queries, keys = own.heads * own.head_dim, own.kv_heads * own.head_dim
+    for place in ("before", *(("after",) if layer.after else ())):
+        yield from ((Weight(f"{place}.{part}"), (hidden,)) for part in ("attention", "mlp"))
+    sizes = (("q", queries, hidden), ("k", keys, hidden), ("v", keys, hidden), ("o", hidden, queries))
+    for name, outputs, inputs in sizes:
+        yield Weight(f"attention.{name}"), (outputs, inputs)
+        if own.bias[name == "o"]:
+            yield Weight(f"attention.{name}", kind="bias"), (outputs,)
+    if own.qk_norm:
+        yield Weight("attention.q_norm"), (queries if own.norms_all else own.head_dim,)
+        yield Weight("attention.k_norm"), (keys if own.norms_all else own.head_dim,)
+    widths = (("gate", mlp.width, hidden), ("up", mlp.width, hidden), ("down", hidden, mlp.width))
+    if isinstance(mlp, Experts):
+        yield Weight("experts.router"), (mlp.count, hidden)
+        for expert in range(mlp.count):
+            yield from ((Weight(f"experts.{name}", expert=expert), (rows, size)) for name, rows, size in widths)
+        return
+    for name, outputs, inputs in widths:
+        yield Weight(f"mlp.{name}"), (outputs, inputs)
+        if mlp.bias:
+            yield Weight(f"mlp.{name}", kind="bias"), (outputs,)

@@ -1,0 +1,119 @@
+"""Rope settings: the rotary positions that a config's ``rope_parameters`` describe."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.decoder.settings import Settings
+from specdec.decoder.spec import Dynamic, Linear, Llama3, LongRope, Rope, RopeScaling, UnknownDecoder, Yarn
+from specdec.errors import CheckpointError, SpecdecWarning, shown
+
+__all__ = ["read_rope", "read_ropes", "rope_context"]
+
+_KEYS = ("rope_type", "type", "rope_theta")
+_BY_TYPE: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+}
+"""Kind of scaling -> what it reads besides ``_KEYS``."""
+
+
+def read_rope(settings: Settings, head_dim: int) -> Rope:
+    """The one kind of rotary positions of a model.
+
+    Raises:
+        UnknownDecoder: a kind of scaling that is not described.
+        CheckpointError: a value is missing, or no number.
+    """
+    return _rope(settings, "rope_parameters", _parameters(settings), head_dim)
+
+
+def read_ropes(settings: Settings, head_dim: int, kinds: tuple[str, ...]) -> dict[str, Rope]:
+    """Those of each kind of layer; errors as of :func:`read_rope`."""
+    own = _parameters(settings)
+    return {kind: _rope(settings, f"rope_parameters[{kind!r}]", own.get(kind), head_dim) for kind in kinds}
+
+
+def rope_context(settings: Settings) -> int:
+    """Longest text in tokens. Where frequencies depend on the length, the length up to which they do not."""
+    longest = settings.count("max_position_embeddings")
+    own = _parameters(settings)
+    kinds = [values for values in own.values() if isinstance(values, Mapping)] or [own]
+    limits = [one.get("original_max_position_embeddings") for one in kinds if _kind(one) in ("dynamic", "longrope")]
+    return min([longest, *(int(limit) for limit in limits if limit)])
+
+
+def _parameters(settings: Settings) -> Mapping[str, Any]:
+    own = settings.get("rope_parameters")
+    if not isinstance(own, Mapping):
+        raise CheckpointError(f"{settings.where} has no rope_parameters, but {shown(own)}; mend its config")
+    return own
+
+
+def _kind(own: Mapping[str, Any]) -> str:
+    return str(own.get("rope_type") or own.get("type") or "default")
+
+
+def _rope(settings: Settings, where: str, own: Any, head_dim: int) -> Rope:
+    if not isinstance(own, Mapping):
+        raise CheckpointError(f"{settings.where} says {where} {shown(own)}, and it must be a table; mend its config")
+    kind = _kind(own)
+    if kind not in _BY_TYPE:
+        raise UnknownDecoder(f"{where} of {settings.where} has the rope_type {shown(kind)}")
+    read = Settings(own, where=f"{where} of {settings.where}")
+    # Whatever scales reads the part of a head that turns; plain frequencies are of all of it.
+    whole = kind == "default" or own.get("partial_rotary_factor") is None
+    part = 1.0 if whole else read.number("partial_rotary_factor")
+    dim, base = int(head_dim * part), read.number("rope_theta")
+    scaling = None if kind == "default" else _scaling(kind, read, settings, base, dim)
+    known = {*_KEYS, *_BY_TYPE[kind], "partial_rotary_factor"}
+    if left := sorted(key for key, value in own.items() if key not in known and value is not None):
+        warnings.warn(
+            f"{read.where} says {left[0]} {shown(own[left[0]])}, which the rope_type {kind!r} does not read: it is "
+            "ignored, as transformers ignores it",
+            SpecdecWarning,
+            stacklevel=2,
+        )
+    return Rope(dim, base, scaling)
+
+
+def _scaling(kind: str, read: Settings, settings: Settings, base: float, dim: int) -> RopeScaling:
+    if kind == "linear":
+        return Linear(read.number("factor"))
+    if kind == "dynamic":
+        return Dynamic(read.number("factor"), settings.count("max_position_embeddings"))
+    trained = read.count("original_max_position_embeddings")
+    if kind == "llama3":
+        return Llama3(read.number("factor"), read.number("low_freq_factor"), read.number("high_freq_factor"), trained)
+    given = read.get("factor")
+    factor = settings.count("max_position_embeddings") / trained if given is None else read.number("factor")
+    attention = None if read.get("attention_factor") is None else read.number("attention_factor")
+    if kind == "longrope":
+        factors = read.get("short_factor")
+        if not isinstance(factors, list | tuple) or len(factors) != dim // 2:
+            raise CheckpointError(f"{read.where} says short_factor {shown(factors)}, not {dim // 2} numbers; mend it")
+        spread = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+        return LongRope(tuple(map(float, factors)), spread if attention is None else attention)
+    fast, slow = (read.get(name) or usual for name, usual in (("beta_fast", 32), ("beta_slow", 1)))
+    whole = bool(read.get("truncate", True))
+    own = _yarn_attention(factor, read.get("mscale"), read.get("mscale_all_dim"))
+    return Yarn(factor, trained, float(fast), float(slow), whole, own if attention is None else attention)
+
+
+def _yarn_attention(factor: float, scale: Any, all_dim: Any) -> float:
+    """What YaRN multiplies cosines and sines by where the config does not say it."""
+
+    def grown(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    return float(grown(scale) / grown(all_dim)) if scale and all_dim else grown(1)

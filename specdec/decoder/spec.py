@@ -1,0 +1,230 @@
+"""DecoderSpec: what a decoder computes, layer by layer, without its weights.
+
+Made of a model's settings by its family's function (:mod:`specdec.decoder.families`); executors compute what it says.
+An executor names what it does not compute. Layers that are alike share one object, and parts are compared by value, so
+that whoever keeps a table per kind of layer may have the part as its key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "Attention",
+    "DecoderSpec",
+    "Dynamic",
+    "Embedding",
+    "Experts",
+    "Gated",
+    "Head",
+    "Layer",
+    "Linear",
+    "Llama3",
+    "LongRope",
+    "Mlp",
+    "Norm",
+    "Rope",
+    "RopeScaling",
+    "UnknownDecoder",
+    "Yarn",
+]
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class UnknownDecoder(Exception):
+    """A model that no description covers; the message has the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm of epsilon ``eps``, which multiplies by its weight and ``offset``."""
+
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Frequencies divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """Another base for texts beyond ``trained`` tokens; below, the base as it is but for rounding by ``factor``."""
+
+    factor: float
+    trained: int
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """Low frequencies divided by ``factor``, high ones as they are (Llama 3.1).
+
+    ``low``, ``high``: a frequency is low or high that turns fewer or more often than so in ``trained`` tokens.
+    """
+
+    factor: float
+    low: float
+    high: float
+    trained: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """Low frequencies divided by ``factor``, high ones as they are (Peng et al. 2023, YaRN, arXiv 2309.00071).
+
+    ``fast``, ``slow``: turns in ``trained`` tokens, from which on a frequency is high, and up to which it is low.
+    ``whole``: the bounds between are rounded to whole dimensions. Cosines and sines are multiplied by ``attention``.
+    """
+
+    factor: float
+    trained: int
+    fast: float
+    slow: float
+    whole: bool
+    attention: float
+
+
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """Each frequency divided by its own of ``factors`` (Ding et al. 2024, LongRoPE, arXiv 2402.13753).
+
+    Cosines and sines are multiplied by ``attention``.
+    """
+
+    factors: tuple[float, ...]
+    attention: float
+
+
+RopeScaling = Linear | Dynamic | Llama3 | Yarn | LongRope
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions of the first ``dim`` values of a head: its halves turn by frequencies base^(-2i / dim)."""
+
+    dim: int
+    base: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention with rotary positions.
+
+    Attributes:
+        heads, kv_heads: of queries; of keys and values.
+        head_dim: of queries, keys and values.
+        scale: of scores.
+        rope: positions.
+        window: a row sees keys less than so many positions before it; None for all.
+        cap: of scores, by a tanh; 0 for none.
+        qk_norm: of queries and keys before they turn; None for none.
+        norms_all: these are of all heads together, else of each head.
+        bias: of queries, keys and values; of the output.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope
+    window: int | None = None
+    cap: float = 0.0
+    qk_norm: Norm | None = None
+    norms_all: bool = False
+    bias: tuple[bool, bool] = (False, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """act(gate) * up, then down; ``width``: between."""
+
+    act: Activation
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Gated MLPs without biases, of which each row has the ``chosen`` likeliest of ``count``.
+
+    A router's softmax says how likely. ``norm``: the shares of a row's experts add up to one, else those of all do.
+    """
+
+    act: Activation
+    width: int
+    count: int
+    chosen: int
+    norm: bool
+
+
+Mlp = Gated | Experts
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A decoder layer, whose attention and MLP are added to the residual one after the other.
+
+    Attributes:
+        before: norms of what attention and the MLP read.
+        after: norms of what they add; None for none.
+    """
+
+    attention: Attention
+    mlp: Mlp
+    before: tuple[Norm, Norm]
+    after: tuple[Norm, Norm] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows of a table, multiplied by ``scale`` in the model's dtype."""
+
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The last norm, and logits of what passed it.
+
+    Attributes:
+        norm: the last norm.
+        tied: whether the embedding's table is the head's.
+        cap: of logits, by a tanh; 0 for none.
+    """
+
+    norm: Norm
+    tied: bool
+    cap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A decoder.
+
+    Attributes:
+        architecture: name of transformers' class, as fingerprints have it.
+        vocab: tokens.
+        hidden: width of the residual stream.
+        context: longest text in tokens; where frequencies depend on the length, the length up to which they do not.
+        layers: one entry for each; objects are shared.
+        embedding, head: at both ends.
+    """
+
+    architecture: str
+    vocab: int
+    hidden: int
+    context: int
+    layers: tuple[Layer, ...]
+    embedding: Embedding
+    head: Head
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The kinds of rotary positions, each once."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers))

@@ -1,0 +1,127 @@
+"""Checkpoint: the tensors of one decoder, found by its family's names, and held against what it needs.
+
+Names, shapes and dtypes come from headers, so a checkpoint of another model is refused before a weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from specdec.decoder.names import FUSED, Names, Weight, shapes_of
+from specdec.decoder.spec import DecoderSpec, Experts
+from specdec.decoder.weights.source import Source
+from specdec.errors import CheckpointError
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint:
+    """The weights of a decoder.
+
+    Args:
+        spec: of the decoder.
+        names: of its family.
+        source: where its tensors are.
+
+    Attributes:
+        spec: as given, but ``head.tied`` as the tensors have it: a head that differs from the embedding is read.
+        names: as given.
+        shapes: of every tensor of the decoder.
+
+    Raises:
+        CheckpointError: tensors are missing, of other shapes or dtypes, or left over.
+    """
+
+    def __init__(self, spec: DecoderSpec, names: Names, source: Source) -> None:
+        self.names, self._source, self._where = names, source, source.where
+        self._prefix = next((one for one in names.prefixes if f"{one}norm.weight" in source.shapes), names.prefixes[0])
+        self._wrong: dict[str, list[str]] = {"missing": [], "misshapen": [], "of another dtype": []}
+        self._places: dict[Weight, str] = {}
+        self.spec, self.shapes = spec, shapes_of(spec)
+        self._find()
+        extra = sorted(name for name in source.shapes.keys() - {*self._places.values()} if not self._ignored(name))
+        told = [*((kind, found) for kind, found in self._wrong.items()), ("extra", extra)]
+        if any(found for _, found in told):
+            what = "; ".join(f"{len(found)} {kind}, such as {found[0]}" for kind, found in told if found)
+            raise CheckpointError(
+                f"the checkpoint {self._where} does not fit {spec.architecture}: tensors {what}; it was saved from "
+                "another architecture or is incomplete"
+            )
+        if spec.head.tied and Weight("head") in self._places:
+            self._settle_head()
+
+    def _find(self) -> None:
+        """Where each tensor of the decoder is, and which are not as they should be."""
+        fused = {part: whole for whole, parts in FUSED.items() for part in parts}
+        for weight, shape in self.shapes.items():
+            name = self._name(weight)
+            if name is None and weight.expert is not None:
+                whole = Weight(fused[weight.part], weight.layer)
+                if (of_all := self._name(whole)) is not None:
+                    self._place(whole, of_all, self._fused_shape(whole))
+                    continue
+            if name is None and weight.part == "embedding" and self.spec.head.tied:
+                name = self._name(Weight("head"))  # which is the embedding as well
+            self._place(weight, name, shape)
+        if self.spec.head.tied and (name := self._name(Weight("head"))) not in (None, *self._places.values()):
+            self.shapes[Weight("head")] = self.spec.vocab, self.spec.hidden
+            self._place(Weight("head"), name, self.shapes[Weight("head")])
+
+    def _name(self, weight: Weight) -> str | None:
+        known = self._source.shapes
+        return next((name for name in self.names.candidates(weight, self._prefix) if name in known), None)
+
+    def _fused_shape(self, whole: Weight) -> tuple[int, ...]:
+        assert whole.layer is not None
+        experts = self.spec.layers[whole.layer].mlp
+        assert isinstance(experts, Experts)
+        sizes = {"experts.gate_up": (2 * experts.width, self.spec.hidden)}
+        return experts.count, *sizes.get(whole.part, (self.spec.hidden, experts.width))
+
+    def _place(self, weight: Weight, name: str | None, shape: tuple[int, ...]) -> None:
+        wanted = next(self.names.candidates(weight, self._prefix))
+        if name is None:
+            self._wrong["missing"].append(wanted)
+        elif (found := self._source.shapes[name]) != shape:
+            self._wrong["misshapen"].append(f"{name}, {[*found]} in place of {[*shape]}")
+        elif name in self._source.strange:
+            self._wrong["of another dtype"].append(f"{name}, {self._source.strange[name]}")
+        self._places[weight] = wanted if name is None else name
+
+    def _ignored(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.names.ignored)
+
+    def _settle_head(self) -> None:
+        """A tied head that is there as well is the embedding's once more, or, as transformers has it, its own."""
+        head, embedding = self.read(Weight("head")), self.read(Weight("embedding"))
+        if torch.equal(head, embedding):
+            del self._places[Weight("head")]
+        else:
+            self.spec = replace(self.spec, head=replace(self.spec.head, tied=False))
+        self.release([head, embedding])
+
+    def read(self, weight: Weight) -> torch.Tensor:
+        """A tensor as it is in the checkpoint; perhaps a view of a file, which is not to be written to."""
+        return self._source.read(self._places[weight])
+
+    def has(self, weight: Weight) -> bool:
+        """Whether the decoder has such a tensor."""
+        return weight in self._places
+
+    def experts(self, layer: int, part: str) -> Iterator[Sequence[torch.Tensor]]:
+        """For each expert of a layer, the tensors to be stacked in ``part``: of gate and up, or of down."""
+        if (whole := Weight(part, layer)) in self._places:
+            yield from ((one,) for one in self.read(whole))
+            return
+        mlp = self.spec.layers[layer].mlp
+        assert isinstance(mlp, Experts)
+        for expert in range(mlp.count):
+            yield [self.read(Weight(own, layer, expert)) for own in FUSED[part]]
+
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Drop the memory of tensors that were read, and copied."""
+        self._source.release(tensors)

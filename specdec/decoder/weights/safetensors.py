@@ -1,0 +1,67 @@
+"""Safetensors: a folder's tensors, mapped from its files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from specdec.errors import CheckpointError
+from specdec.runners.memory_pages import FilePages
+from specdec.settings.files import read_object
+
+__all__ = ["SafetensorsSource", "opened_tensors"]
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def opened_tensors(folder: Path) -> dict[str, Any]:
+    """The names of a checkpoint's tensors -> the open file of each.
+
+    Raises:
+        CheckpointError: a file of weights is not there, or the index and the files contradict each other.
+    """
+    index = folder / "model.safetensors.index.json"
+    places = {str(key): str(name) for key, name in read_object(index)["weight_map"].items()} if index.exists() else None
+    names = {*places.values()} if places is not None else {"model.safetensors"}
+    for name in sorted(names):
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(f"{str(folder)!r} has no {name!r}; download the checkpoint anew")
+    files: dict[str, Any] = {name: safe_open(folder / name, framework="pt") for name in sorted(names)}
+    held = {name: {*file.keys()} for name, file in files.items()}
+    if places is None:
+        return {key: files[name] for name, keys in held.items() for key in keys}
+    if lost := [key for key, name in places.items() if key not in held[name]]:
+        raise CheckpointError(
+            f"{str(index)!r} says that {places[lost[0]]!r} has {lost[0]!r}, which it has not; download both anew"
+        )
+    if loose := sorted({key for keys in held.values() for key in keys} - {*places}):
+        raise CheckpointError(
+            f"{str(folder)!r} has {len(loose)} tensors that {index.name} does not name, such as {loose[0]!r}; download "
+            "the checkpoint anew"
+        )
+    return {key: files[name] for key, name in places.items()}  # a tensor may be left in another file, of an older save
+
+
+class SafetensorsSource:
+    """The tensors of a folder's files; as of :class:`specdec.decoder.weights.source.Source`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = repr(str(folder))
+        self._files = opened_tensors(folder)
+        headers = {name: file.get_slice(name) for name, file in self._files.items()}
+        self.shapes = {name: tuple(header.get_shape()) for name, header in headers.items()}
+        self.strange = {name: dtype for name, one in headers.items() if (dtype := one.get_dtype()) not in _FLOATS}
+        self._pages: FilePages | None = None
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._pages is None:
+            self._pages = FilePages()  # when the files are mapped, which they are not before they are read
+        self._pages.release(tensors)

@@ -1,0 +1,47 @@
+"""Source: where a decoder's tensors come from, by the names that they have there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["Source", "TensorSource"]
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Source(Protocol):
+    """Named tensors, of which nothing is in memory before it is read.
+
+    Attributes:
+        where: as messages name it.
+        shapes: of all tensors.
+        strange: the dtypes of those that are no plain floats.
+    """
+
+    where: str
+    shapes: Mapping[str, tuple[int, ...]]
+    strange: Mapping[str, str]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor as it is there; it may be a view of a file's pages, and is not to be written to."""
+
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Drop what these tensors hold in memory, as they were copied; a later look at them would read it again."""
+
+
+class TensorSource:
+    """Tensors that are in memory, such as a live model's ``state_dict()``."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+        self.where, self._tensors = where, tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.strange = {name: str(one.dtype)[6:] for name, one in tensors.items() if one.dtype not in _FLOATS}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name].detach()
+
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing: they are somebody's."""

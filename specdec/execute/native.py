@@ -1,0 +1,151 @@
+"""NativeExecutor: a decoder in one call of C, by its spec, on a CPU.
+
+Weights are stored in panels, one layer at a time, and nothing of a checkpoint stays beside them. The order of a row's
+sums does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from specdec.decoder.spec import DecoderSpec, Experts, Layer
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.execute.layer import GatedWeights, LayerWeights
+from specdec.execute.torch import TorchExecutor
+from specdec.execute.weights import DecoderWeights
+from specdec.native.invariance import products_vary
+from specdec.native.library import library
+from specdec.runners.linear import PackedWeight
+from specdec.runners.native_layers import NativeExperts, NativeHead, NativeLayer, NativeLayers, runs_heads_of
+from specdec.runners.runner import FINAL
+from specdec.runners.sent_rows import rows_on
+from specdec.sampling.noise import key_at
+from specdec.sampling.scores import Scores
+from specdec.step.step_io import StepInput
+from specdec.target import TargetOutput
+
+__all__ = ["NativeExecutor", "why_not"]
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The reason why the library cannot run a decoder; None where it can."""
+    if device.type != "cpu":
+        return f"native layers run on a CPU, and the model is on {device}"
+    if dtype not in _DTYPES:
+        return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
+    if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
+        return "native layers need all layers to have the same heads"
+    if len({layer.mlp.act for layer in spec.layers}) > 1:
+        return "native layers need all layers to have the same activation"
+    head_dim, widths = spec.layers[0].attention.head_dim, {layer.mlp.width for layer in spec.layers}
+    if not all(runs_heads_of(head_dim, width) for width in widths):
+        return (
+            f"native layers need heads and MLPs of a multiple of 16, and here they are {head_dim} and "
+            f"{', '.join(map(str, sorted(widths)))} wide"
+        )
+    if library() is None:
+        return "native layers need a C compiler (cc, gcc or clang), and none works here"
+    return None
+
+
+class NativeExecutor(TorchExecutor):
+    """As :class:`TorchExecutor`, for what ``why_not`` does not rule out.
+
+    Rows of which parts of layers are left out are run in torch, by the same panels.
+    """
+
+    name = "native"
+
+    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype) -> None:
+        super().__init__(checkpoint, dtype=dtype, device=torch.device("cpu"))
+        spec, ropes = self.spec, self.spec.ropes
+        layers = [
+            _described(own, weights, ropes.index(own.attention.rope))
+            for own, weights in zip(spec.layers, self._weights.layers, strict=True)
+        ]
+        self._native = NativeLayers(layers, gelu=spec.layers[0].mlp.act == "gelu_tanh")
+        head, norm = self._weights.head, self._weights.norm
+        assert isinstance(head, PackedWeight)
+        self._head = NativeHead(norm.by, norm.norm.eps, head)
+        self.varies = products_vary()
+        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
+        return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight)
+
+    def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
+        if step.plan.parts:
+            return super()._run(step, first, last, hidden)
+        wanted, rows, table = step.wanted, rows_on(self.device, step, self.backend), self._weights.embedding
+        looks_up = isinstance(table, PackedWeight) and self.spec.embedding.scale == 1.0
+        if hidden is None and not looks_up:
+            hidden = self.embed(step.ids)
+        whole, reading = last == len(self.spec.layers), None
+        if whole and not self.spec.head.cap:
+            draws = _first_draws(step)
+            reading = self._head.reading(step.rows, wanted.logits, FINAL in wanted.hidden, wanted.top_k, draws)
+        embedding = table if isinstance(table, PackedWeight) else None
+        turns = self._turned(step.end)
+        hidden, found = self._native.run(
+            hidden, step, *turns, first, last, wanted.hidden, by_row=False, reading=reading, embedding=embedding
+        )
+        if reading is None:
+            return self._finished(rows, last, hidden, found)
+        if last in wanted.hidden:
+            found[last] = hidden
+        if reading.normed is not None:
+            found[FINAL] = reading.normed
+        if reading.logits is None or reading.stored is None:
+            return TargetOutput(reading.logits, hidden, found, rows=rows)
+        drawn = () if reading.drawn is None else reading.drawn[:]
+        scores = Scores(reading.logits, None, reading.stored, drawn, _largest=reading.best[:])
+        return TargetOutput(scores, hidden, found, rows=rows)
+
+    def _turned(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[K, positions, d] float32 cosines and signed sines of the decoder's K kinds of positions."""
+        if self._turns is None or self._turns[0].shape[1] < end:
+            tables = [self._ropes.whole(rope, end) for rope in self.spec.ropes]
+            cos, signed_sin = (torch.stack(values).float() for values in zip(*tables, strict=True))
+            self._turns = cos, signed_sin
+        return self._turns
+
+
+def _first_draws(step: StepInput) -> Mapping[int, tuple[float, int]]:
+    """Temperature and key of the draw behind the first row of each sequence; the others are made along the path."""
+    draws = step.wanted.draws
+    if draws is None:
+        return {}
+    each = zip(step.starts, draws.start, draws.temperature, step.lengths, strict=False)
+    return {row: (by, key_at(start, length + 1)) for row, start, by, length in each if by}
+
+
+def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:
+    """A layer as the library reads it; ``table``: the index of its rotary positions."""
+    attention, (first, second), mlp = own.attention, weights.before, weights.mlp
+    products: Any = (weights.qkv, weights.out)
+    if isinstance(mlp, GatedWeights):
+        products += (mlp.gate_up, mlp.down)
+    return NativeLayer(
+        products,
+        (first.by, second.by),
+        (first.norm.eps, second.norm.eps, 0.0 if attention.qk_norm is None else attention.qk_norm.eps),
+        (attention.heads, attention.kv_heads),
+        attention.head_dim,
+        attention.scale,
+        weights.heads,
+        [(norm.by, norm.norm.eps) for norm in weights.after or ()],
+        attention.cap,
+        table,
+        _described_experts(own.mlp, mlp) if isinstance(own.mlp, Experts) else None,
+        attention.norms_all,
+    )
+
+
+def _described_experts(own: Experts, weights: Any) -> NativeExperts:
+    gate_up, down = [one.gate_up for one in weights.each], [one.down for one in weights.each]
+    return NativeExperts(weights.router, gate_up, down, own.chosen, own.norm)

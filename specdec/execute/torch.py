@@ -1,0 +1,177 @@
+"""TorchExecutor: a decoder in torch, by its spec, on any device and in any dtype: the reference of all executors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from specdec.decoder.rope import Angles, RopeTables
+from specdec.decoder.spec import Attention, Rope
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.execute.layer import layer
+from specdec.execute.weights import DecoderWeights, rows_of
+from specdec.runners.attention import attend
+from specdec.runners.linear import DenseLinear, LinearKernel, PackedWeight, linear_kernel
+from specdec.runners.rows import Rows
+from specdec.runners.runner import FINAL
+from specdec.runners.sent_rows import rows_on
+from specdec.step.cache import KVCache
+from specdec.step.joining import beginning
+from specdec.step.slots import LayerSpec
+from specdec.step.step_io import NOTHING, Entering, Part, StepInput, Wanted
+from specdec.target import TargetOutput
+
+__all__ = ["TorchExecutor"]
+
+
+class TorchExecutor:
+    """Runs forwards of a decoder.
+
+    Args:
+        checkpoint: its weights, and what it is.
+        dtype, device: of the computation.
+        backend: attention kernels, see :mod:`specdec.runners.attention`.
+
+    Attributes:
+        spec: what the decoder is.
+        specs: what each layer caches.
+        varies: why a row's results depend on other rows in the forward.
+    """
+
+    name = "torch"
+    varies: str | None = "torch's products and attention sum in another order for other numbers of rows"
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, backend: str = "auto"
+    ) -> None:
+        self.spec, self.dtype, self.device, self.backend = checkpoint.spec, dtype, device, backend
+        self._weights = self._read(checkpoint)
+        self._ropes = RopeTables(dtype, device)
+        self._scale = torch.tensor(self.spec.embedding.scale, dtype=dtype, device=device)
+        self.specs = [
+            LayerSpec(own.kv_heads, own.head_dim, own.head_dim, own.window, device, dtype)
+            for own in (one.attention for one in self.spec.layers)
+        ]
+
+    def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
+        return DecoderWeights(checkpoint, self.dtype, self.device)
+
+    def new_cache(self, *, capacity: int, rows: int) -> KVCache:
+        """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
+        return KVCache(self.specs, capacity=capacity, rows=rows)
+
+    def run(self, step: StepInput) -> TargetOutput:
+        """Run rows of one sequence or several, as ``step`` says."""
+        last = len(self.spec.layers) if step.plan.last is None else step.plan.last
+        if step.entering is None:
+            return self._run(step, 0, last, None)
+        return self._run_stages(step, step.entering, last)
+
+    def _run_stages(self, step: StepInput, entering: Entering, last: int) -> TargetOutput:
+        """Rows with hidden states join at their layer; the other rows are run up to that layer first."""
+        layers: Any = entering.layer
+        stages, wanted = sorted({*layers}), Wanted(NOTHING.logits, 0, step.wanted.hidden)
+        hidden, found, given = None, dict[int, torch.Tensor](), iter(entering.hidden)
+        for first, after in zip(stages, (*stages[1:], last), strict=True):
+            joining = [next(given) for one in layers if one == first >= 0]
+            parts = joining if hidden is None else [hidden, *joining]
+            own = step if first == stages[-1] else beginning(step, sum(one <= first for one in layers), wanted)
+            output = self._run(own, max(first, 0), after, torch.cat(parts) if parts else None)
+            hidden = output.hidden
+            found |= output.taps
+        output.taps = found
+        return output
+
+    def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
+        """Rows through layers [first, last), and behind the last one through norm and head."""
+        rows, taps, found = rows_on(self.device, step, self.backend), step.wanted.hidden, dict[int, torch.Tensor]()
+        hidden = self._embedded(rows.tokens[0].to(self.device)) if hidden is None else hidden
+        angles, parts = dict[Rope, Angles](), step.plan.parts
+        for number in range(first, last):
+            if number in taps:
+                found[number] = hidden
+            own, which = self.spec.layers[number], parts[number] if parts else Part.BOTH
+            rope = own.attention.rope
+            if rope not in angles:
+                angles[rope] = self._angles(rope, rows)
+            mix = partial(_attended, rows, number, own.attention)
+            hidden = layer(own, self._weights.layers[number], hidden, angles[rope], mix, which)
+        return self._finished(rows, last, hidden, found)
+
+    def _finished(self, rows: Rows, last: int, hidden: torch.Tensor, found: dict[int, torch.Tensor]) -> TargetOutput:
+        """What is wanted of rows that passed the layers before ``last``; ``found``: inputs of layers."""
+        if last in rows.step.wanted.hidden:
+            found[last] = hidden
+        logits = self._logits(hidden, rows, found) if last == len(self.spec.layers) else None
+        return TargetOutput(logits, hidden, found, rows=rows)
+
+    def _logits(self, hidden: torch.Tensor, rows: Rows, found: dict[int, torch.Tensor]) -> torch.Tensor | None:
+        """[R, V] of the rows whose logits are wanted; adds what the head reads to ``found`` where that is wanted."""
+        wanted = rows.step.wanted
+        if FINAL in wanted.hidden:
+            found[FINAL] = self.norm(hidden)
+        if wanted.nothing:
+            return None
+        chosen = found.get(FINAL, hidden)
+        if wanted.logits is not None:
+            chosen = chosen.index_select(0, rows.index(chosen.device))
+        return self.head(chosen if FINAL in found else self.norm(chosen))
+
+    def _angles(self, rope: Rope, rows: Rows) -> Angles:
+        """[T, d] the rows' rotary positions."""
+        table = self._ropes.whole(rope, rows.end)
+        if rows.start is not None:
+            return Angles(*(values.narrow(0, rows.start, rows.rows) for values in table))
+        places = rows.positions[0].to(self.device)
+        return Angles(*(values.index_select(0, places) for values in table))
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        table = self._weights.embedding
+        found = table.look_up(tokens.tolist()) if isinstance(table, PackedWeight) else F.embedding(tokens, table)
+        return found if self.spec.embedding.scale == 1.0 else found * self._scale
+
+    def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
+        """[N, D] what the first layer reads for tokens [N]."""
+        return self._embedded(torch.as_tensor(tokens, dtype=torch.int64).to(self.device))
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [..., D] through the last norm."""
+        return self._weights.norm(hidden)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden states [..., D] that passed the last norm."""
+        return self._by_head(self._weights.head, hidden)
+
+    def head_of(
+        self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The head for tokens [d], or for all, as a function from [..., D] to [..., d]; it copies their rows.
+
+        With a ``dtype`` gradients may pass, as in training.
+        """
+        if tokens is None and dtype is None:
+            return self.head
+        weight = rows_of(self._weights.head, range(self.spec.vocab) if tokens is None else tokens)
+        return partial(self._by_head, linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype)))
+
+    def _by_head(self, kernel: LinearKernel, hidden: torch.Tensor) -> torch.Tensor:
+        logits, cap = kernel(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1), self.spec.head.cap
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The decoder's weights as transformers has them, sorted by its names."""
+        return self._weights.named()
+
+
+def _attended(
+    rows: Rows, number: int, own: Attention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """[1, H, T, d] attention of the rows over what each of them sees, after their keys and values are stored."""
+    rows.store(keys, values, number)
+    return attend(query, rows, number, own.scale, own.cap or None)

@@ -1,0 +1,167 @@
+"""Weights of a decoder as an executor multiplies by them, read from a checkpoint one layer at a time.
+
+What shares an input is stacked, in a copy whose pages of the file are released. What stands alone and needs no other
+layout stays mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from specdec.decoder.names import Weight
+from specdec.decoder.spec import Attention, Experts, Norm
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights
+from specdec.execute.norm import RmsNorm
+from specdec.runners.linear import DenseLinear, PackedWeight
+from specdec.runners.memory_pages import trim_heap
+
+__all__ = ["DecoderWeights", "Kernel", "rows_of"]
+
+Kernel = DenseLinear | PackedWeight
+_QKV = ("attention.q", "attention.k", "attention.v")
+_GATE_UP = ("mlp.gate", "mlp.up")
+
+
+def rows_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor:
+    """[n, in] these rows of what a product multiplies by; of a dense one's range a view."""
+    if isinstance(kernel, PackedWeight):
+        return kernel.look_up(rows if isinstance(rows, range) else rows.tolist())
+    return kernel.weight[slice(rows.start, rows.stop) if isinstance(rows, range) else rows.to(kernel.weight.device)]
+
+
+class DecoderWeights:
+    """All weights of a decoder.
+
+    Args:
+        checkpoint: where they are.
+        dtype, device: of the computation.
+        kernel: makes a product of a weight [out, in] and a bias; what packs weights keeps none of the originals.
+
+    Attributes:
+        head: from [T, D] to logits.
+        embedding: [V, D] a table, or where they are tied and packed, the head.
+        norm: the last norm.
+        layers: of each layer.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: Callable[[torch.Tensor, torch.Tensor | None], Kernel] = DenseLinear,
+    ) -> None:
+        self._checkpoint, self._dtype, self._device, self._kernel = checkpoint, dtype, device, kernel
+        self._named = dict[Weight, Callable[[], torch.Tensor]]()
+        spec = checkpoint.spec
+        place = Weight("embedding" if spec.head.tied else "head")
+        self.head = self._product(place)
+        self.embedding: torch.Tensor | PackedWeight
+        if not spec.head.tied:
+            self.embedding = self._alone(Weight("embedding"))
+        else:
+            self.embedding = self.head.weight if isinstance(self.head, DenseLinear) else self.head
+        self.norm = self._norm(spec.head.norm, Weight("norm"))
+        self.layers = [self._layer(number) for number in range(len(spec.layers))]
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights as transformers has them, sorted by its names; what is packed or fused is made in turn."""
+        own = {self._checkpoint.names.own(weight): made for weight, made in self._named.items()}
+        for name in sorted(own):
+            yield name, own[name]()
+
+    def _layer(self, number: int) -> LayerWeights:
+        spec = self._checkpoint.spec.layers[number]
+        before = [self._norm(norm, Weight(f"before.{part}", number)) for norm, part in _sides(spec.before)]
+        after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ())]
+        qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in (_QKV, ("attention.o",)))
+        mlp: GatedWeights | ExpertWeights
+        if isinstance(spec.mlp, Experts):
+            mlp = ExpertWeights(self._product(Weight("experts.router", number)), self._experts(number))
+        else:
+            gate_up = self._product(*(Weight(part, number) for part in _GATE_UP))
+            mlp = GatedWeights(gate_up, self._product(Weight("mlp.down", number)))
+        trim_heap()
+        sides = (before[0], before[1]), (after[0], after[1]) if after else None
+        return LayerWeights(*sides, qkv, out, self._heads(number, spec.attention), mlp)
+
+    def _norm(self, norm: Norm, weight: Weight) -> RmsNorm:
+        return RmsNorm(norm, self._alone(weight))
+
+    def _alone(self, weight: Weight) -> torch.Tensor:
+        """A tensor that nothing is multiplied by as a matrix."""
+        found = self._stacked([self._checkpoint.read(weight)])
+        self._named[weight] = partial(_same, found)
+        return found
+
+    def _product(self, *weights: Weight) -> Kernel:
+        """The product by these weights, one above the other."""
+        biases = [own for weight in weights if self._checkpoint.has(own := weight._replace(kind="bias"))]
+        bias = self._stacked([*map(self._checkpoint.read, biases)]) if biases else None
+        kernel = self._made([*map(self._checkpoint.read, weights)], bias)
+        start = 0
+        for weight in weights:
+            stop = start + self._checkpoint.shapes[weight][0]
+            self._named[weight] = partial(rows_of, kernel, range(start, stop))
+            if bias is not None:
+                self._named[weight._replace(kind="bias")] = partial(_same, bias[start:stop])
+            start = stop
+        return kernel
+
+    def _made(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Kernel:
+        stacked = self._stacked(tensors)
+        kernel = self._kernel(stacked, bias)
+        if isinstance(kernel, PackedWeight):
+            self._checkpoint.release(tensors)
+        return kernel
+
+    def _experts(self, number: int) -> Sequence[GatedWeights]:
+        each = []
+        for part in ("experts.gate_up", "experts.down"):
+            own = [self._made(tensors, None) for tensors in self._checkpoint.experts(number, part)]
+            self._named[Weight(part, number)] = partial(_fused, own)
+            each.append(own)
+        return [GatedWeights(gate_up, down) for gate_up, down in zip(*each, strict=True)]
+
+    def _heads(self, number: int, own: Attention) -> torch.Tensor | None:
+        """[H + G, 1, d] what queries and keys are multiplied by when they are normed."""
+        if own.qk_norm is None:
+            return None
+        query, key = (self._alone(Weight(f"attention.{one}_norm", number)) for one in "qk")
+        if own.norms_all:
+            return torch.cat([query, key]).view(-1, 1, own.head_dim)
+        stacked = torch.stack([query] * own.heads + [key] * own.kv_heads).unsqueeze(1)
+        offset = own.qk_norm.offset
+        return stacked.to(torch.promote_types(stacked.dtype, torch.float32)) + offset if offset else stacked
+
+    def _stacked(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One above the other in the decoder's dtype and on its device; one that is so already stays as it is."""
+        first = tensors[0]
+        if len(tensors) == 1 and first.dtype is self._dtype and first.device == self._device:
+            return first
+        rows = sum(map(len, tensors))
+        found = torch.empty(rows, *first.shape[1:], dtype=self._dtype, device=self._device)
+        start = 0
+        for tensor in tensors:
+            found[start : start + len(tensor)].copy_(tensor)
+            start += len(tensor)
+        self._checkpoint.release(tensors)
+        return found
+
+
+def _sides(norms: Sequence[Norm]) -> Iterator[tuple[Norm, str]]:
+    return zip(norms, ("attention", "mlp"), strict=False)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _fused(kernels: Sequence[Kernel]) -> torch.Tensor:
+    """[E, out, in] what products of experts multiply by."""
+    sizes = [len(one.weight) if isinstance(one, DenseLinear) else one.outputs for one in kernels]
+    return torch.stack([rows_of(one, range(size)) for one, size in zip(kernels, sizes, strict=True)])

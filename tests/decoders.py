@@ -1,0 +1,93 @@
+"""Decoders by their specs, beside the models of transformers that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from specdec.decoder.families import FAMILIES, spec_of
+from specdec.decoder.settings import Settings
+from specdec.decoder.spec import DecoderSpec
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.decoder.weights.safetensors import SafetensorsSource
+from specdec.decoder.weights.source import Source, TensorSource
+from specdec.execute.native import NativeExecutor
+from specdec.execute.torch import TorchExecutor
+from specdec.step.torch_switches import steps
+
+__all__ = ["ALL", "BIASED", "Decoder", "checkpoint_of", "reference_logits", "spec_of_config", "unrounded"]
+
+ALL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mixtral", "olmoe", "qwen3_moe")
+"""Families that have a spec."""
+BIASED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "qwen2": {"use_sliding_window": False, "tie_word_embeddings": True},
+    "qwen3": {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "gemma": {"attention_bias": True, "tie_word_embeddings": True},
+    "gemma2": {"attention_bias": True, "final_logit_softcapping": None, "query_pre_attn_scalar": 9},
+    "gemma3": {"attention_bias": True, "final_logit_softcapping": 7.0, "attn_logit_softcapping": 3.0},
+    "mixtral": {"sliding_window": 6, "head_dim": 16},
+    "olmoe": {"attention_bias": True, "norm_topk_prob": True},
+    "qwen3_moe": {"attention_bias": True, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 6},
+}
+"""Family -> changes of its config: biases, other windows, tied and other heads."""
+
+
+class _Unrounded(TorchFunctionMode):
+    """Float64 stays float64 where transformers' modules compute in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
+            if func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in args):
+                return args[0]
+            if func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def unrounded() -> Iterator[None]:
+    """While inside, modules round no float64."""
+    with torch.inference_mode(), _Unrounded():
+        yield
+
+
+def reference_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """[T, V] of the model's own forward over a text, in float64 throughout."""
+    with unrounded():
+        logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
+def spec_of_config(config: Any) -> DecoderSpec:
+    """What a config describes."""
+    return spec_of(config.model_type, Settings.of(config))
+
+
+def checkpoint_of(model: Any, folder: Path | None = None) -> Checkpoint:
+    """A model's weights: those in memory, or with a folder, saved there and read from there."""
+    source: Source = TensorSource(model.state_dict(), "a model in memory")
+    if folder is not None:
+        model.save_pretrained(folder)
+        source = SafetensorsSource(folder)
+    config = model.config
+    return Checkpoint(spec_of_config(config), FAMILIES[config.model_type].names, source)
+
+
+class Decoder:
+    """A decoder as tests have it run (see :mod:`tests.seam`)."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype = torch.float64, execution: str = "torch") -> None:
+        self.executor = (
+            NativeExecutor(checkpoint, dtype=dtype)
+            if execution == "native"
+            else TorchExecutor(checkpoint, dtype=dtype, device=torch.device("cpu"))
+        )
+        self.forward, self.new_cache, self.active = self.executor.run, self.executor.new_cache, steps

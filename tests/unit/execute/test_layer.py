@@ -1,0 +1,45 @@
+"""A decoder layer in torch: gradients pass through all of it, and its parts are the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specdec.decoder.rope import Angles, RopeTables
+from specdec.execute.layer import layer
+from specdec.step.step_io import Part
+from tests import models
+from tests.decoders import Decoder, checkpoint_of
+
+
+def parts_of(family: str) -> tuple[Any, Any, Angles]:
+    """A family's first layer, its weights and the positions of three rows."""
+    changes = {"hidden_size": 8, "head_dim": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    executor = Decoder(checkpoint_of(models.new_model(family, **{**changes, "intermediate_size": 6}))).executor
+    spec = executor.spec.layers[0]
+    table = RopeTables(torch.float64, torch.device("cpu")).whole(spec.attention.rope, 3)
+    return spec, executor._weights.layers[0], Angles(*(values[:3] for values in table))
+
+
+def mix(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mixtral"])
+def test_gradients_pass_through_a_layer(family: str) -> None:
+    spec, weights, angles = parts_of(family)
+    hidden = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda rows: layer(spec, weights, rows, angles, mix), (hidden,), atol=1e-4)
+
+
+def test_a_layer_is_its_parts_one_after_the_other() -> None:
+    spec, weights, angles = parts_of("gemma3")
+    hidden = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    attended = layer(spec, weights, hidden, angles, mix, Part.ATTENTION)
+    whole = layer(spec, weights, hidden, angles, mix)
+    assert torch.equal(layer(spec, weights, attended, angles, mix, Part.MLP), whole)
+    assert torch.equal(layer(spec, weights, hidden, angles, mix, Part(0)), hidden)
+    assert not torch.equal(attended, whole)

@@ -1,0 +1,90 @@
+"""The native executor: to the bit what native layers of a live model compute, by a family's spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Draft
+from specdec.execute.native import NativeExecutor, why_not
+from specdec.models.transformers_target import TransformersTarget
+from specdec.native.library import library
+from specdec.step.step_io import Draws, Entering, LayerPlan, Part, Wanted
+from specdec.target import FINAL
+from tests import models, seam
+from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, spec_of_config
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler works here")
+
+PROMPT, OTHER = models.prompt_of(9), models.prompt_of(5, seed=3)
+TREE = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
+SIZES: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ALL)
+def test_bits_are_those_of_a_live_models_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Chains, trees, texts beside each other, exits and entries; and what the head says."""
+    more = BIASED[family] if dtype is torch.float32 else {}
+    target = Decoder(checkpoint_of(models.new_model(family, dtype, **{**more, **SIZES}), tmp_path), dtype, "native")
+    reference, taps = TransformersTarget.from_pretrained(tmp_path, execution="native"), {0, 1, 3, FINAL}
+    wanted, found = Wanted(top_k=3, draws=Draws([7], [0.8])), []
+    for one in (reference, target):
+        with one.active():
+            own, other = seam.text(one).fill(PROMPT, 4), seam.text(one).fill(OTHER, 16)
+            outputs = [own.run(models.prompt_of(rows), taps=taps) for rows in (1, 4, 7, 17)]
+            outputs += [own.run(TREE, taps=taps), seam.run_together([own, other], [TREE, TREE], taps=taps)]
+            early = one.forward(own.rows(TREE, plan=LayerPlan(1))).hidden.clone()
+            outputs.append(one.forward(own.rows(TREE, entry=Entering(1, early))))
+            scores = one.forward(own.rows(TREE, wanted=wanted)).scores(None)
+            numbers = [early, scores.logits, torch.tensor([*scores.largest()])]
+            states = [output.taps[tap] for output in outputs for tap in sorted(output.taps)]
+            found.append([*numbers, *states, *(output.logits for output in outputs)])
+    for expected, own_numbers in zip(*found, strict=True):
+        assert torch.equal(own_numbers, expected)
+
+
+def test_weights_come_out_of_their_panels(tmp_path: Path) -> None:
+    model = models.new_model("mixtral", torch.float32, tie_word_embeddings=True, **SIZES)
+    executor = Decoder(checkpoint_of(model, tmp_path), torch.float32, "native").executor
+    expected = dict(model.named_parameters())
+    found = dict(executor.named_weights())
+    assert [*found] == sorted(expected)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_parts_of_layers_run_by_the_same_panels() -> None:
+    model = models.new_model("qwen3", torch.float32, **SIZES)
+    plan, found = LayerPlan(parts=(Part.BOTH, Part.MLP, Part.ATTENTION)), []
+    for execution in ("torch", "native"):
+        target = Decoder(checkpoint_of(model), torch.float32, execution)
+        with target.active():
+            own = seam.text(target).fill(PROMPT, 16)
+            logits = target.forward(own.rows(TREE, plan=plan)).logits
+            assert logits is not None
+            found.append(logits.clone())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-3)
+    assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "says"),
+    [
+        ({}, torch.float16, "compute in float32 and bfloat16, and the model in float16"),
+        ({"head_dim": 8}, torch.float32, "a multiple of 16, and here they are 8 and 48 wide"),
+        ({"intermediate_size": 40}, torch.float32, "a multiple of 16, and here they are 16 and 40 wide"),
+    ],
+)
+def test_what_the_library_does_not_run_is_named(changes: dict[str, Any], dtype: torch.dtype, says: str) -> None:
+    spec = spec_of_config(models.new_model("llama", **{**SIZES, **changes}).config)
+    assert says in str(why_not(spec, dtype, torch.device("cpu")))
+    assert "on a CPU" in str(why_not(spec, dtype, torch.device("cuda")))
+
+
+def test_decoding_does_not_depend_on_rows_beside() -> None:
+    spec = checkpoint_of(models.new_model("llama", torch.float32, **SIZES))
+    assert why_not(spec.spec, torch.float32, torch.device("cpu")) is None
+    assert NativeExecutor(spec, dtype=torch.float32).varies is None

@@ -1,0 +1,134 @@
+"""The torch executor: transformers' logits in float64, and to the bit those of fused layers, by a family's spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import Draft
+from specdec.models.transformers_target import TransformersTarget
+from specdec.step.step_io import Entering, LayerPlan, Part
+from specdec.target import FINAL
+from tests import models, seam
+from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, reference_logits
+
+PROMPT, OTHER = models.prompt_of(9), models.prompt_of(5, seed=3)
+TREE = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3")  # whose layers fused ones are
+
+
+def path_of(row: int) -> list[int]:
+    """The tokens from the tree's root to a row."""
+    return [*(path_of(TREE.parents[row]) if row else []), TREE.tokens[row]]
+
+
+def expected_tree(model: Any, prompt: Sequence[int]) -> torch.Tensor:
+    return torch.stack([reference_logits(model, [*prompt, *path_of(row)])[-1] for row in range(len(TREE.tokens))])
+
+
+def close(found: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("family", ALL)
+def test_logits_are_those_of_transformers(family: str, changed: bool, tmp_path: Path) -> None:
+    """Prompts in chunks, past windows; chains, trees at once and level by level, and texts beside each other."""
+    attention = {"attn_implementation": "eager"} if family == "gemma2" else {}  # the others lose the cap of scores
+    model = models.new_model(family, **(BIASED[family] if changed else {}), **attention)
+    if family.startswith("gemma"):  # whose scale is rounded where a model is cast, and not where it is loaded so
+        model.model.embed_tokens.embed_scale.fill_(model.config.hidden_size**0.5)
+    target = Decoder(checkpoint_of(model, tmp_path))
+    chain, tree = models.prompt_of(17), expected_tree(model, PROMPT)
+    with target.active():
+        own, other = seam.text(target).fill(PROMPT, 4), seam.text(target).fill(OTHER, 16)
+        close(own.run(chain).logits, reference_logits(model, [*PROMPT, *chain])[len(PROMPT) :])
+        close(own.run(TREE).logits, tree)
+        close(own.run(TREE.tokens[:3], TREE.parents[:3]).logits, tree[:3])
+        close(own.run(TREE.tokens[3:], TREE.parents, first=3).logits, tree[3:])
+        both = seam.run_together([own, other], [TREE, Draft.chain(chain[:3])])
+        close(both.logits, torch.cat([tree, reference_logits(model, [*OTHER, *chain[:3]])[len(OTHER) :]]))
+        own.run(TREE)
+        own.commit([0, 2, 4])
+        close(own.run(chain[:1]).logits, reference_logits(model, [*PROMPT, *path_of(4), chain[0]])[-1:])
+
+
+@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn", "longrope"])
+def test_scaled_positions_are_those_of_transformers(rope: str) -> None:
+    more: dict[str, Any] = {
+        "linear": {"factor": 4.0},
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": {"factor": 4.0},
+        "longrope": {"factor": 4.0, "short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [1.0] * 4},
+    }[rope]
+    if rope != "linear":
+        more["original_max_position_embeddings"] = 64
+    model = models.new_model("llama", rope_parameters={"rope_type": rope, "rope_theta": 100.0, **more})
+    target = Decoder(checkpoint_of(model))
+    text = models.prompt_of(40)
+    with target.active():
+        close(seam.text(target, rows=64).run(text).logits, reference_logits(model, text))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("family", LLAMAS)
+def test_bits_are_those_of_fused_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = models.new_model(family, dtype, **(BIASED[family] if dtype is torch.float64 else {}))
+    target = Decoder(checkpoint_of(model, tmp_path), dtype)
+    fused = TransformersTarget.from_pretrained(tmp_path, execution="fused")
+    taps = {0, 1, 3, FINAL}
+    found = []
+    for one in (fused, target):
+        with one.active():
+            own, other = seam.text(one).fill(PROMPT, 4), seam.text(one).fill(OTHER, 16)
+            outputs = [own.run(models.prompt_of(rows), taps=taps) for rows in (1, 4, 7, 17)]
+            outputs += [own.run(TREE, taps=taps), seam.run_together([own, other], [TREE, TREE], taps=taps)]
+            found.append([[output.logits, *(output.taps[tap] for tap in sorted(taps))] for output in outputs])
+    for expected, own_numbers in zip(*found, strict=True):
+        assert all(map(torch.equal, own_numbers, expected))
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_weights_are_named_as_transformers_names_them(family: str, tmp_path: Path) -> None:
+    """By which fingerprints of trained heads are made."""
+    model = models.new_model(family, **BIASED[family])
+    expected = [*TransformersTarget(model, execution="transformers").named_weights()]
+    found = [*Decoder(checkpoint_of(model, tmp_path)).executor.named_weights()]
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(torch.equal(own, weight) for (_, own), (_, weight) in zip(found, expected, strict=True))
+
+
+def test_parts_of_layers_run_and_rows_enter_a_layer() -> None:
+    model = models.new_model("qwen3")
+    reference, target = TransformersTarget(model, execution="transformers"), Decoder(checkpoint_of(model))
+    plan, found = LayerPlan(parts=(Part.BOTH, Part.MLP, Part.ATTENTION)), []
+    for one in (reference, target):
+        with one.active():
+            own = seam.text(one).fill(PROMPT, 16)
+            skipped = one.forward(own.rows(TREE, plan=plan)).logits
+            early = one.forward(own.rows(TREE, plan=LayerPlan(1))).hidden.clone()
+            late = one.forward(own.rows(TREE, entry=Entering(1, early))).logits
+            found.append((skipped, early, late, own.run(TREE).logits))
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    assert torch.equal(found[1][2], found[1][3])
+
+
+def test_ends_of_a_decoder_are_the_models() -> None:
+    model = models.new_model("gemma2")
+    target, tokens = Decoder(checkpoint_of(model)).executor, [3, 9, 4]
+    hidden = torch.randn(2, 3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scaled = model.model.embed_tokens(torch.tensor(tokens))
+    torch.testing.assert_close(target.embed(tokens), scaled, rtol=1e-6, atol=0)  # transformers rounds the root
+    expected = torch.tanh(model.lm_head(hidden) / 8.0) * 8.0
+    assert torch.equal(target.head(hidden), expected)
+    few = torch.tensor([5, 2])
+    torch.testing.assert_close(target.head_of(few)(hidden), expected[..., few], rtol=0, atol=1e-12)
+    asked = hidden.float().requires_grad_()
+    target.head_of(None, dtype=torch.float32)(asked).sum().backward()
+    assert asked.grad is not None
