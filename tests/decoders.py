@@ -19,8 +19,9 @@ from specdec.decoder.weights.source import Source, TensorSource
 from specdec.execute.native import NativeExecutor
 from specdec.execute.torch import TorchExecutor
 from specdec.step.torch_switches import steps
+from tests import models
 
-__all__ = ["ALL", "BIASED", "Decoder", "checkpoint_of", "reference_logits", "spec_of_config", "unrounded"]
+__all__ = ["ALL", "BIASED", "Decoder", "checkpoint_of", "new_model", "reference_logits", "spec_of_config", "unrounded"]
 
 ALL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mixtral", "olmoe", "qwen3_moe")
 """Families that have a spec."""
@@ -64,6 +65,17 @@ def reference_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     with unrounded():
         logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits
+
+
+def new_model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """As of :mod:`tests.models`, but for norms and biases, which are random as well."""
+    model: Any = models.new_model(family, dtype, **changes)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(dtype), alpha=0.2)
+    return model
 
 
 def spec_of_config(config: Any) -> DecoderSpec:

@@ -18,7 +18,7 @@ class RmsNorm:
     """An RMS norm over the last dimension.
 
     On a CPU in full precision it is four operations; torch's own is one call made of nine. A norm whose weight has an
-    offset multiplies in full precision, and rounds once.
+    offset multiplies in full precision, and rounds once, as the modules of its families do.
 
     Args:
         norm: which.
@@ -31,14 +31,13 @@ class RmsNorm:
 
     def __init__(self, norm: Norm, weight: torch.Tensor) -> None:
         self.norm, self._rounds_once = norm, norm.offset != 0.0
-        by = weight.to(torch.promote_types(weight.dtype, torch.float32)) + norm.offset if norm.offset else weight
-        self.by = by
-        self._lean = weight.device.type == "cpu" and weight.dtype in _FULL
+        self.by = weight if not self._rounds_once else _full(weight) + norm.offset
+        self._lean = not self._rounds_once and weight.device.type == "cpu" and weight.dtype in _FULL
         if self._lean:
             # x w / sqrt(|x|^2 / D + e) = x (w sqrt D) / hypot(|x|, sqrt(D e))
-            size = by.shape[0]
-            self._scaled = by * math.sqrt(size)
-            self._floor = torch.tensor(math.sqrt(size * norm.eps), dtype=by.dtype)
+            size = weight.shape[0]
+            self._scaled = weight * math.sqrt(size)
+            self._floor = torch.tensor(math.sqrt(size * norm.eps), dtype=weight.dtype)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] normed over the last dimension."""
@@ -47,8 +46,15 @@ class RmsNorm:
             normed: torch.Tensor = (hidden * self._scaled).div_(length.hypot(self._floor))
             return normed
         if self._rounds_once:
-            return F.rms_norm(hidden.float(), self.by.shape, self.by, self.norm.eps).to(hidden.dtype)
+            whole = _full(hidden)
+            root = torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.norm.eps)
+            return (whole * root * self.by).to(hidden.dtype)
         return F.rms_norm(hidden, self.by.shape, self.by, self.norm.eps)
+
+
+def _full(values: torch.Tensor) -> torch.Tensor:
+    """The values in float32 or more."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def normed_heads(heads: torch.Tensor, norm: Norm, by: torch.Tensor) -> torch.Tensor:

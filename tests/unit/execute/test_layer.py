@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from specdec.decoder.rope import Angles, RopeTables
 from specdec.execute.layer import layer
 from specdec.step.step_io import Part
-from tests import models
-from tests.decoders import Decoder, checkpoint_of
+from tests.decoders import Decoder, checkpoint_of, new_model
 
 
 def parts_of(family: str) -> tuple[Any, Any, Angles]:
     """A family's first layer, its weights and the positions of three rows."""
     changes = {"hidden_size": 8, "head_dim": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
-    executor = Decoder(checkpoint_of(models.new_model(family, **{**changes, "intermediate_size": 6}))).executor
+    executor = Decoder(checkpoint_of(new_model(family, **{**changes, "intermediate_size": 6}))).executor
     spec = executor.spec.layers[0]
     table = RopeTables(torch.float64, torch.device("cpu")).whole(spec.attention.rope, 3)
     return spec, executor._weights.layers[0], Angles(*(values[:3] for values in table))

@@ -15,7 +15,7 @@ from specdec.native.library import library
 from specdec.step.step_io import Draws, Entering, LayerPlan, Part, Wanted
 from specdec.target import FINAL
 from tests import models, seam
-from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, spec_of_config
+from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, new_model, spec_of_config
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler works here")
 
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "in
 def test_bits_are_those_of_a_live_models_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Chains, trees, texts beside each other, exits and entries; and what the head says."""
     more = BIASED[family] if dtype is torch.float32 else {}
-    target = Decoder(checkpoint_of(models.new_model(family, dtype, **{**more, **SIZES}), tmp_path), dtype, "native")
+    target = Decoder(checkpoint_of(new_model(family, dtype, **{**more, **SIZES}), tmp_path), dtype, "native")
     reference, taps = TransformersTarget.from_pretrained(tmp_path, execution="native"), {0, 1, 3, FINAL}
     wanted, found = Wanted(top_k=3, draws=Draws([7], [0.8])), []
     for one in (reference, target):
@@ -48,7 +48,7 @@ def test_bits_are_those_of_a_live_models_layers(family: str, dtype: torch.dtype,
 
 
 def test_weights_come_out_of_their_panels(tmp_path: Path) -> None:
-    model = models.new_model("mixtral", torch.float32, tie_word_embeddings=True, **SIZES)
+    model = new_model("mixtral", torch.float32, tie_word_embeddings=True, **SIZES)
     executor = Decoder(checkpoint_of(model, tmp_path), torch.float32, "native").executor
     expected = dict(model.named_parameters())
     found = dict(executor.named_weights())
@@ -57,7 +57,7 @@ def test_weights_come_out_of_their_panels(tmp_path: Path) -> None:
 
 
 def test_parts_of_layers_run_by_the_same_panels() -> None:
-    model = models.new_model("qwen3", torch.float32, **SIZES)
+    model = new_model("qwen3", torch.float32, **SIZES)
     plan, found = LayerPlan(parts=(Part.BOTH, Part.MLP, Part.ATTENTION)), []
     for execution in ("torch", "native"):
         target = Decoder(checkpoint_of(model), torch.float32, execution)
@@ -79,12 +79,12 @@ def test_parts_of_layers_run_by_the_same_panels() -> None:
     ],
 )
 def test_what_the_library_does_not_run_is_named(changes: dict[str, Any], dtype: torch.dtype, says: str) -> None:
-    spec = spec_of_config(models.new_model("llama", **{**SIZES, **changes}).config)
+    spec = spec_of_config(new_model("llama", **{**SIZES, **changes}).config)
     assert says in str(why_not(spec, dtype, torch.device("cpu")))
     assert "on a CPU" in str(why_not(spec, dtype, torch.device("cuda")))
 
 
 def test_decoding_does_not_depend_on_rows_beside() -> None:
-    spec = checkpoint_of(models.new_model("llama", torch.float32, **SIZES))
+    spec = checkpoint_of(new_model("llama", torch.float32, **SIZES))
     assert why_not(spec.spec, torch.float32, torch.device("cpu")) is None
     assert NativeExecutor(spec, dtype=torch.float32).varies is None

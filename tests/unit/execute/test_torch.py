@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from drafters.shared.fingerprint import fingerprint
 from specdec import Draft
+from specdec.decoder.families import FAMILIES
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.decoder.weights.safetensors import SafetensorsSource
+from specdec.models.loading import embedded_model
 from specdec.models.transformers_target import TransformersTarget
 from specdec.step.step_io import Entering, LayerPlan, Part
 from specdec.target import FINAL
 from tests import models, seam
-from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, reference_logits
+from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, new_model, reference_logits, spec_of_config
 
 PROMPT, OTHER = models.prompt_of(9), models.prompt_of(5, seed=3)
 TREE = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
@@ -40,7 +47,7 @@ def close(found: torch.Tensor | None, expected: torch.Tensor) -> None:
 def test_logits_are_those_of_transformers(family: str, changed: bool, tmp_path: Path) -> None:
     """Prompts in chunks, past windows; chains, trees at once and level by level, and texts beside each other."""
     attention = {"attn_implementation": "eager"} if family == "gemma2" else {}  # the others lose the cap of scores
-    model = models.new_model(family, **(BIASED[family] if changed else {}), **attention)
+    model = new_model(family, **(BIASED[family] if changed else {}), **attention)
     if family.startswith("gemma"):  # whose scale is rounded where a model is cast, and not where it is loaded so
         model.model.embed_tokens.embed_scale.fill_(model.config.hidden_size**0.5)
     target = Decoder(checkpoint_of(model, tmp_path))
@@ -68,7 +75,7 @@ def test_scaled_positions_are_those_of_transformers(rope: str) -> None:
     }[rope]
     if rope != "linear":
         more["original_max_position_embeddings"] = 64
-    model = models.new_model("llama", rope_parameters={"rope_type": rope, "rope_theta": 100.0, **more})
+    model = new_model("llama", rope_parameters={"rope_type": rope, "rope_theta": 100.0, **more})
     target = Decoder(checkpoint_of(model))
     text = models.prompt_of(40)
     with target.active():
@@ -78,7 +85,7 @@ def test_scaled_positions_are_those_of_transformers(rope: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", LLAMAS)
 def test_bits_are_those_of_fused_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    model = models.new_model(family, dtype, **(BIASED[family] if dtype is torch.float64 else {}))
+    model = new_model(family, dtype, **(BIASED[family] if dtype is torch.float64 else {}))
     target = Decoder(checkpoint_of(model, tmp_path), dtype)
     fused = TransformersTarget.from_pretrained(tmp_path, execution="fused")
     taps = {0, 1, 3, FINAL}
@@ -96,15 +103,33 @@ def test_bits_are_those_of_fused_layers(family: str, dtype: torch.dtype, tmp_pat
 @pytest.mark.parametrize("family", ALL)
 def test_weights_are_named_as_transformers_names_them(family: str, tmp_path: Path) -> None:
     """By which fingerprints of trained heads are made."""
-    model = models.new_model(family, **BIASED[family])
+    model = new_model(family, **BIASED[family])
     expected = [*TransformersTarget(model, execution="transformers").named_weights()]
     found = [*Decoder(checkpoint_of(model, tmp_path)).executor.named_weights()]
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(torch.equal(own, weight) for (_, own), (_, weight) in zip(found, expected, strict=True))
 
 
+class Described(TransformersTarget):
+    """As fingerprints see a target, by a decoder's spec."""
+
+    def __init__(self, folder: Path) -> None:
+        config = AutoConfig.from_pretrained(folder)
+        source = SafetensorsSource(folder)
+        executor = Decoder(Checkpoint(spec_of_config(config), FAMILIES[config.model_type].names, source)).executor
+        spec, self.named_weights = executor.spec, executor.named_weights  # type: ignore[method-assign]
+        self.name, self.num_layers = spec.architecture, len(spec.layers)
+        self.hidden_size, self.vocab_size = spec.hidden, spec.vocab
+
+
+def test_shipped_heads_know_their_model_by_its_spec() -> None:
+    found, folder = fingerprint(Described(embedded_model())), embedded_model().parent
+    for head in ("tiny-medusa", "tiny-kangaroo"):
+        assert json.loads((folder / head / "config.json").read_text())["target"] == found
+
+
 def test_parts_of_layers_run_and_rows_enter_a_layer() -> None:
-    model = models.new_model("qwen3")
+    model = new_model("qwen3")
     reference, target = TransformersTarget(model, execution="transformers"), Decoder(checkpoint_of(model))
     plan, found = LayerPlan(parts=(Part.BOTH, Part.MLP, Part.ATTENTION)), []
     for one in (reference, target):
@@ -120,7 +145,7 @@ def test_parts_of_layers_run_and_rows_enter_a_layer() -> None:
 
 
 def test_ends_of_a_decoder_are_the_models() -> None:
-    model = models.new_model("gemma2")
+    model = new_model("gemma2")
     target, tokens = Decoder(checkpoint_of(model)).executor, [3, 9, 4]
     hidden = torch.randn(2, 3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     scaled = model.model.embed_tokens(torch.tensor(tokens))
