@@ -5,6 +5,7 @@ Names, shapes and dtypes come from headers, so a checkpoint of another model is 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -103,6 +104,11 @@ class Checkpoint:
         else:
             self.spec = replace(self.spec, head=replace(self.spec.head, tied=False))
         self.release([head, embedding])
+
+    @property
+    def layer_weights(self) -> int:
+        """How many numbers the layers' tensors are."""
+        return sum(math.prod(shape) for weight, shape in self.shapes.items() if weight.layer is not None)
 
     def read(self, weight: Weight) -> torch.Tensor:
         """A tensor as it is in the checkpoint; perhaps a view of a file, which is not to be written to."""

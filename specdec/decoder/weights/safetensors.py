@@ -53,8 +53,10 @@ class SafetensorsSource:
         self.where = repr(str(folder))
         self._files = opened_tensors(folder)
         headers = {name: file.get_slice(name) for name, file in self._files.items()}
-        self.shapes = {name: tuple(header.get_shape()) for name, header in headers.items()}
-        self.strange = {name: dtype for name, one in headers.items() if (dtype := one.get_dtype()) not in _FLOATS}
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(header.get_shape()) for name, header in headers.items()}
+        self.strange: dict[str, str] = {
+            name: dtype for name, one in headers.items() if (dtype := one.get_dtype()) not in _FLOATS
+        }
         self._pages: FilePages | None = None
 
     def read(self, name: str) -> torch.Tensor:

@@ -41,7 +41,7 @@ class TensorSource:
         self.strange = {name: str(one.dtype)[6:] for name, one in tensors.items() if one.dtype not in _FLOATS}
 
     def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name].detach()
+        return self._tensors[name].detach().clone()  # whoever has them may change them
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing: they are somebody's."""
+        """Nothing: the copies go with their last user."""

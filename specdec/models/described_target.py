@@ -1,0 +1,162 @@
+"""DescribedTarget: a checkpoint as a target, by what its config says: no module of transformers is made or called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from specdec.costs.machine import Threads
+from specdec.decoder.families import FAMILIES, spec_of
+from specdec.decoder.settings import Settings
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.decoder.weights.safetensors import SafetensorsSource
+from specdec.errors import ConfigError
+from specdec.execute.native import NativeExecutor, why_not
+from specdec.execute.torch import TorchExecutor
+from specdec.settings.copies import NotCopied
+from specdec.step import torch_switches
+from specdec.step.cache import KVCache
+from specdec.step.slots import LayerSpec
+from specdec.step.step_io import StepInput
+from specdec.target import TargetOutput
+
+__all__ = ["DescribedTarget", "opened_checkpoint"]
+
+
+def opened_checkpoint(folder: Path) -> tuple[Checkpoint, Any]:
+    """A folder's weights, held against what its config describes, and its text config.
+
+    Raises:
+        UnknownDecoder: no description covers it.
+        CheckpointError: its tensors are missing, misshapen or left over.
+    """
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    spec = spec_of(config.model_type, Settings.of(config))
+    return Checkpoint(spec, FAMILIES[config.model_type].names, SafetensorsSource(folder)), config
+
+
+class DescribedTarget(NotCopied):
+    """A decoder that a spec describes, and the executor that runs it; as of :class:`specdec.target.Target`.
+
+    Args:
+        folder: of config.json and safetensors.
+        dtype: of the computation; None for the config's.
+        device: of the computation.
+        execution: ``torch`` or ``native``.
+        attention: kernels of the former, see :mod:`specdec.runners.attention`.
+
+    Attributes:
+        path: the folder.
+        spec: what the decoder is.
+        executor: what runs it.
+
+    Raises:
+        UnknownDecoder, CheckpointError: see :func:`opened_checkpoint`.
+        ConfigError: the native library cannot run it.
+    """
+
+    instead = "share it: Engine(target, ...)"
+
+    @torch_switches.makes
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        execution: str = "torch",
+        attention: str = "auto",
+    ) -> None:
+        Threads.check()
+        checkpoint, self.config = opened_checkpoint(folder)
+        self.path, self.spec, self.backend = folder, checkpoint.spec, attention
+        self.dtype: torch.dtype = dtype or self.config.dtype or torch.float32
+        self.device = self.head_device = torch.device("cpu") if device is None else device
+        if execution == "native":
+            if (why := why_not(self.spec, self.dtype, self.device)) is not None:
+                raise ConfigError(f"execution={execution!r} cannot run this model: {why}; leave it at auto")
+            self.executor: TorchExecutor = NativeExecutor(checkpoint, dtype=self.dtype)
+        else:
+            self.executor = TorchExecutor(checkpoint, dtype=self.dtype, device=self.device, backend=attention)
+        self.name, self.vocab_size, self.hidden_size = self.spec.architecture, self.spec.vocab, self.spec.hidden
+        self.num_layers, self.context_length = len(self.spec.layers), self.spec.context
+        self.layer_weights = checkpoint.layer_weights
+        self.eos_ids = _ends(folder, self.config)
+        self.specs: Sequence[LayerSpec] = self.executor.specs
+        self.options: dict[str, Any] = {"attention": attention, "runner": self.executor.name}
+        self._version = object()
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.executor.varies is None
+
+    def new_cache(self, *, capacity: int, rows: int) -> KVCache:
+        return self.executor.new_cache(capacity=capacity, rows=rows)
+
+    def forward(self, step: StepInput) -> TargetOutput:
+        return self.executor.run(step)
+
+    def active(self) -> AbstractContextManager[None]:
+        Threads.check()
+        return torch_switches.steps()
+
+    def check_unchanged(self) -> None:
+        """Nobody else has its weights.
+
+        Raises:
+            ForkError: this process cannot run it, see :class:`specdec.costs.machine.Threads`.
+        """
+        Threads.check()
+
+    def version(self) -> object:
+        return self._version
+
+    def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
+        return self.executor.embed(tokens)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.executor.norm(hidden)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.executor.head(hidden)
+
+    def head_of(
+        self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As :meth:`specdec.target.Target.head_of`, of all tokens for None; with a ``dtype`` gradients may pass."""
+        return self.executor.head_of(tokens, dtype=dtype)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Its weights as transformers has them, sorted by its names."""
+        return self.executor.named_weights()
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What runs: section -> name -> value."""
+        return {
+            "model": {
+                "class": self.name,
+                "layers": self.num_layers,
+                "hidden size": self.hidden_size,
+                "vocabulary": self.vocab_size,
+                "context": self.context_length,
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "device": str(self.device),
+            },
+            "execution": {"runner": self.executor.name, "batch-invariant": "yes" if self.batch_invariant else "no"},
+        }
+
+
+def _ends(folder: Path, config: Any) -> frozenset[int]:
+    """The tokens that end a text, by the generation config or, if it has none, the config."""
+    ids = getattr(config, "eos_token_id", None)
+    if (folder / "generation_config.json").exists():
+        known = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids = ids if known is None else known
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
