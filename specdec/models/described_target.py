@@ -1,4 +1,4 @@
-"""DescribedTarget: a checkpoint as a target, by what its config says: no module of transformers is made or called."""
+"""DescribedTarget: a model as a target by what its config says, whose modules are not called."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from specdec.costs.machine import Threads
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.settings import Settings
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.decoder.weights.safetensors import SafetensorsSource
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, TargetError
 from specdec.execute.native import NativeExecutor, why_not
 from specdec.execute.torch import TorchExecutor
+from specdec.models.inspection import eos_ids_of
+from specdec.models.live_weights import read_live
+from specdec.models.self_check import Reference, own_logits, tokens_for
 from specdec.settings.copies import NotCopied
 from specdec.step import torch_switches
 from specdec.step.cache import KVCache
@@ -27,38 +30,27 @@ from specdec.step.slots import LayerSpec
 from specdec.step.step_io import StepInput
 from specdec.target import TargetOutput
 
-__all__ = ["DescribedTarget", "opened_checkpoint"]
+__all__ = ["DescribedTarget"]
 
-
-def opened_checkpoint(folder: Path) -> tuple[Checkpoint, Any]:
-    """A folder's weights, held against what its config describes, and its text config.
-
-    Raises:
-        UnknownDecoder: no description covers it.
-        CheckpointError: its tensors are missing, misshapen or left over.
-    """
-    config = AutoConfig.from_pretrained(folder).get_text_config()
-    spec = spec_of(config.model_type, Settings.of(config))
-    return Checkpoint(spec, FAMILIES[config.model_type].names, SafetensorsSource(folder)), config
+_HOST = torch.device("cpu")
 
 
 class DescribedTarget(NotCopied):
     """A decoder that a spec describes, and the executor that runs it; as of :class:`specdec.target.Target`.
 
     Args:
-        folder: of config.json and safetensors.
-        dtype: of the computation; None for the config's.
-        device: of the computation.
+        checkpoint: its weights, which are read once.
+        dtype, device: of the computation.
         execution: ``torch`` or ``native``.
         attention: kernels of the former, see :mod:`specdec.runners.attention`.
+        eos_ids: the tokens that end a text.
+        config: of transformers, whose sizes measurements are kept by.
 
     Attributes:
-        path: the folder.
         spec: what the decoder is.
         executor: what runs it.
 
     Raises:
-        UnknownDecoder, CheckpointError: see :func:`opened_checkpoint`.
         ConfigError: the native library cannot run it.
     """
 
@@ -67,31 +59,67 @@ class DescribedTarget(NotCopied):
     @torch_switches.makes
     def __init__(
         self,
-        folder: Path,
+        checkpoint: Checkpoint,
         *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
+        dtype: torch.dtype,
+        device: torch.device = _HOST,
         execution: str = "torch",
         attention: str = "auto",
+        eos_ids: frozenset[int] = frozenset(),
+        config: Any = None,
     ) -> None:
         Threads.check()
-        checkpoint, self.config = opened_checkpoint(folder)
-        self.path, self.spec, self.backend = folder, checkpoint.spec, attention
-        self.dtype: torch.dtype = dtype or self.config.dtype or torch.float32
-        self.device = self.head_device = torch.device("cpu") if device is None else device
+        self.spec, self.backend, self.dtype, self.eos_ids = checkpoint.spec, attention, dtype, eos_ids
+        self.device = self.head_device = device
+        self.executor: TorchExecutor
         if execution == "native":
-            if (why := why_not(self.spec, self.dtype, self.device)) is not None:
+            if (why := why_not(self.spec, dtype, device)) is not None:
                 raise ConfigError(f"execution={execution!r} cannot run this model: {why}; leave it at auto")
-            self.executor: TorchExecutor = NativeExecutor(checkpoint, dtype=self.dtype)
+            self.executor = NativeExecutor(checkpoint, dtype=dtype)
         else:
-            self.executor = TorchExecutor(checkpoint, dtype=self.dtype, device=self.device, backend=attention)
+            self.executor = TorchExecutor(checkpoint, dtype=dtype, device=device, backend=attention)
         self.name, self.vocab_size, self.hidden_size = self.spec.architecture, self.spec.vocab, self.spec.hidden
         self.num_layers, self.context_length = len(self.spec.layers), self.spec.context
-        self.layer_weights = checkpoint.layer_weights
-        self.eos_ids = _ends(folder, self.config)
+        self.layer_weights, self.config = checkpoint.layer_weights, config
         self.specs: Sequence[LayerSpec] = self.executor.specs
         self.options: dict[str, Any] = {"attention": attention, "runner": self.executor.name}
         self._version = object()
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, dtype: torch.dtype | None = None, **options: Any) -> DescribedTarget:
+        """A folder's model; ``dtype``: None for the config's. ``options``: of the class.
+
+        Raises:
+            UnknownDecoder: no description covers it.
+            CheckpointError: its tensors are missing, misshapen or left over.
+        """
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        spec = spec_of(config.model_type, Settings.of(config))
+        checkpoint = Checkpoint(spec, FAMILIES[config.model_type].names, SafetensorsSource(folder))
+        ends = _ends(folder, config)
+        return cls(checkpoint, dtype=dtype or config.dtype or torch.float32, eos_ids=ends, config=config, **options)
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, **options: Any) -> DescribedTarget:
+        """A copy of a live model's weights, which does not follow later changes and needs the model no more.
+
+        ``options``: of the class, but for dtype and device, which are the model's.
+
+        Raises:
+            UnknownDecoder: no description covers it, or a part of it is not as its class makes it.
+            TargetError: its logits of a few tokens are others than the copy's.
+        """
+        checkpoint, weight = read_live(model), next(model.parameters())
+        own = {"dtype": weight.dtype, "device": weight.device, "config": model.config, "eos_ids": eos_ids_of(model)}
+        target = cls(checkpoint, **own, **options)
+        tokens = tokens_for(target.vocab_size)
+        expected = own_logits(model, target, tokens)
+        if (off := Reference(model, expected, target, target.specs, tokens).differs()) is not None:
+            raise TargetError(
+                f"a copy of this {target.name} computes other logits than the model itself: {off}; use the model as it "
+                "is (TransformersTarget(model)), or load it from its folder"
+            )
+        return target
 
     @property
     def batch_invariant(self) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, told
 from specdec.runners.memory_pages import FilePages
 from specdec.settings.files import read_object
 
@@ -47,14 +47,23 @@ def opened_tensors(folder: Path) -> dict[str, Any]:
 
 
 class SafetensorsSource:
-    """The tensors of a folder's files; as of :class:`specdec.decoder.weights.source.Source`."""
+    """The tensors of a folder's files; as of :class:`specdec.decoder.weights.source.Source`.
+
+    Raises:
+        CheckpointError: a file is not there, or broken.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.where = repr(str(folder))
-        self._files = opened_tensors(folder)
-        headers = {name: file.get_slice(name) for name, file in self._files.items()}
-        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(header.get_shape()) for name, header in headers.items()}
-        self.strange: dict[str, str] = {
+        try:
+            self._files = opened_tensors(folder)
+            headers = {name: file.get_slice(name) for name, file in self._files.items()}
+        except (SafetensorError, KeyError, OSError) as error:
+            raise CheckpointError(f"cannot read {self.where}: {told(error)}; download the checkpoint anew") from error
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(header.get_shape()) for name, header in headers.items()
+        }
+        self.strange: Mapping[str, str] = {
             name: dtype for name, one in headers.items() if (dtype := one.get_dtype()) not in _FLOATS
         }
         self._pages: FilePages | None = None

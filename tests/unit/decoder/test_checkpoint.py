@@ -113,6 +113,16 @@ def test_what_does_not_fit_is_named_before_anything_is_read(change: Any, says: s
         opened(config, tensors, Unread)
 
 
+def test_a_broken_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no 'model.safetensors'"):
+        SafetensorsSource(tmp_path)
+    saved("llama", tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-8])
+    with pytest.raises(CheckpointError, match=r"cannot read .*; download the checkpoint anew"):
+        SafetensorsSource(tmp_path)
+
+
 def test_what_older_files_have_beside_is_left(tmp_path: Path) -> None:
     config, tensors = saved("llama", tmp_path)
     tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "mtp.norm.weight": torch.ones(4)}

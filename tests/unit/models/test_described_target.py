@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from specdec import SamplingParams, TransformersTarget
+from specdec.decoder.spec import UnknownDecoder
 from specdec.drafting.registry import make_drafter
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, TargetError
 from specdec.models.described_target import DescribedTarget
 from specdec.native.library import library
 from tests import models
@@ -26,7 +29,7 @@ def test_texts_are_those_of_generate(family: str, tmp_path: Path) -> None:
     """By each drafter in turn; windows, experts and soft caps among the families."""
     model = models.new_model(family)
     model.save_pretrained(tmp_path / "model")
-    target = DescribedTarget(tmp_path / "model")
+    target = DescribedTarget.from_folder(tmp_path / "model")
     drafter = DRAFTERS[ALL.index(family) % len(DRAFTERS)]
     (tmp_path / "drafter").mkdir()
     settings = models.settings_of(drafter, target, tmp_path / "drafter")[0]
@@ -39,7 +42,7 @@ def test_texts_are_those_of_generate(family: str, tmp_path: Path) -> None:
 def test_native_texts_are_those_of_a_live_models_layers(sampling: SamplingParams | None, tmp_path: Path) -> None:
     models.new_model("qwen3", torch.float32).save_pretrained(tmp_path)
     texts = []
-    for kind in (TransformersTarget.from_pretrained, DescribedTarget):
+    for kind in (TransformersTarget.from_pretrained, DescribedTarget.from_folder):
         engine = engine_of(kind(tmp_path, execution="native"), "token_recycling", max_rows=24)
         texts.append([*engine.generate(PROMPT, NEW, sampling).token_ids])
     assert texts[0] == texts[1]
@@ -47,7 +50,7 @@ def test_native_texts_are_those_of_a_live_models_layers(sampling: SamplingParams
 
 def test_what_it_is_is_told(tmp_path: Path) -> None:
     models.new_model("gemma3", torch.bfloat16, eos_token_id=[5, 7]).save_pretrained(tmp_path)
-    target = DescribedTarget(tmp_path)
+    target = DescribedTarget.from_folder(tmp_path)
     assert (target.dtype, target.eos_ids, target.context_length) == (torch.bfloat16, {5, 7}, 256)
     assert target.describe()["execution"] == {"runner": "torch", "batch-invariant": "no"}
     live = TransformersTarget.from_pretrained(tmp_path)
@@ -57,4 +60,54 @@ def test_what_it_is_is_told(tmp_path: Path) -> None:
 def test_what_the_library_does_not_run_is_refused(tmp_path: Path) -> None:
     models.new_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="execution='native' cannot run this model: native layers compute in"):
-        DescribedTarget(tmp_path, execution="native")
+        DescribedTarget.from_folder(tmp_path, execution="native")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+def test_a_live_model_is_copied(family: str) -> None:
+    """And later changes of it are not followed."""
+    model = models.new_model(family)
+    expected = models.reference(model, PROMPT, NEW)
+    target = DescribedTarget.from_model(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert [*engine_of(target, "prompt_lookup").generate(PROMPT, NEW).token_ids] == expected
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def replaced(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = Other()
+
+
+def cast(model: Any) -> None:
+    model.to(torch.bfloat16).to(torch.float64)
+
+
+def scaled(model: Any) -> None:
+    model.model.layers[2].self_attn.scaling *= 2
+
+
+class Other(torch.nn.SiLU):
+    """Of no class of torch's or transformers'."""
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (hooked, UnknownDecoder, r"model.layers.1.mlp \(LlamaMLP\) has hooks"),
+        (replaced, UnknownDecoder, "model.layers.0.mlp.act_fn is a Other of tests"),
+        (cast, UnknownDecoder, "model.rotary_emb.inv_freq is torch.float64, and not what its config says"),
+        (scaled, TargetError, "a copy of this LlamaForCausalLM computes other logits than the model itself: by"),
+    ],
+)
+def test_a_live_model_that_is_not_as_its_class_makes_it_is_refused(
+    change: Callable[[Any], None], error: type[Exception], says: str
+) -> None:
+    model = models.new_model("llama")
+    change(model)
+    with pytest.raises(error, match=says):
+        DescribedTarget.from_model(model)

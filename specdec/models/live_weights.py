@@ -1,0 +1,56 @@
+"""Live weights: a live model's, for a decoder by its spec, where the model is as its class makes it.
+
+A model with hooks, replaced parts or other tensors computes something else than its config says, so it is refused by
+name; and so is one whose rotary frequencies were rounded with its weights, as by ``model.to(torch.bfloat16)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.decoder.families import FAMILIES, spec_of
+from specdec.decoder.rope import frequencies
+from specdec.decoder.settings import Settings
+from specdec.decoder.spec import DecoderSpec, UnknownDecoder
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.decoder.weights.source import TensorSource
+from specdec.runners.known_layers import why_special
+
+__all__ = ["read_live"]
+
+_HOMES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+
+
+def read_live(model: PreTrainedModel) -> Checkpoint:
+    """A model's weights, which are copied when they are read.
+
+    Raises:
+        UnknownDecoder: no description covers it, or a part of it is not as its class makes it.
+        CheckpointError: it has other tensors than its config says.
+    """
+    config = model.config
+    spec = spec_of(config.model_type, Settings.of(config))
+    if type(model).__name__ != spec.architecture:
+        raise UnknownDecoder(f"it is a {type(model).__name__}, and described is {spec.architecture}")
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith(_HOMES):
+            raise UnknownDecoder(f"{name or 'it'} is a {type(module).__name__} of {type(module).__module__}")
+        if (special := why_special(module)) is not None:
+            raise UnknownDecoder(f"{name or 'it'} ({type(module).__name__}) {special}")
+    _check_buffers(model, spec)
+    source = TensorSource(model.state_dict(), f"this {type(model).__name__}")
+    return Checkpoint(spec, FAMILIES[config.model_type].names, source)
+
+
+def _check_buffers(model: Any, spec: DecoderSpec) -> None:
+    """Raises UnknownDecoder where a number that modules keep beside their weights is not what the config says."""
+    known = [frequencies(rope)[0] for rope in spec.ropes]
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and not any(torch.equal(buffer.float().cpu(), one) for one in known):
+            raise UnknownDecoder(
+                f"{name} is {buffer.dtype}, and not what its config says: the model was cast; load it in its dtype "
+                "(from_pretrained(..., dtype=...))"
+            )
