@@ -33,8 +33,6 @@ __all__ = ["FAMILIES", "Family", "spec_of"]
 
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _KINDS = ("full_attention", "sliding_attention")
-
-
 _PLAIN = Names(DECODER)
 
 

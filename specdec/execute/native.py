@@ -56,12 +56,14 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
 class NativeExecutor(TorchExecutor):
     """As :class:`TorchExecutor`, for what ``why_not`` does not rule out.
 
+    Quantised weights stay in their blocks. ``int8``: rows that these are multiplied with are rounded to bytes.
     Rows of which parts of layers are left out are run in torch, by the same panels.
     """
 
     name = "native"
 
-    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, int8: bool = False) -> None:
+        self._int8 = int8
         super().__init__(checkpoint, dtype=dtype, device=torch.device("cpu"))
         spec, ropes = self.spec, self.spec.ropes
         layers = [
@@ -76,7 +78,7 @@ class NativeExecutor(TorchExecutor):
         self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
-        return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight)
+        return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight, int8=self._int8)
 
     def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
         if step.plan.parts:

@@ -16,6 +16,7 @@ from specdec.decoder.spec import Attention, Experts, Norm
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights
 from specdec.execute.norm import RmsNorm
+from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import DenseLinear, PackedWeight
 from specdec.runners.memory_pages import trim_heap
 
@@ -39,7 +40,9 @@ class DecoderWeights:
     Args:
         checkpoint: where they are.
         dtype, device: of the computation.
-        kernel: makes a product of a weight [out, in] and a bias; what packs weights keeps none of the originals.
+        kernel: makes a product of a weight [out, in] and a bias; what packs weights keeps none of the originals, and
+            leaves quantised ones in their blocks.
+        int8: rows that blocks are multiplied with are rounded to bytes.
 
     Attributes:
         head: from [T, D] to logits.
@@ -54,8 +57,11 @@ class DecoderWeights:
         dtype: torch.dtype,
         device: torch.device,
         kernel: Callable[[torch.Tensor, torch.Tensor | None], Kernel] = DenseLinear,
+        *,
+        int8: bool = False,
     ) -> None:
         self._checkpoint, self._dtype, self._device, self._kernel = checkpoint, dtype, device, kernel
+        self._int8 = int8
         self._named = dict[Weight, Callable[[], torch.Tensor]]()
         spec = checkpoint.spec
         place = Weight("embedding" if spec.head.tied else "head")
@@ -102,7 +108,9 @@ class DecoderWeights:
         """The product by these weights, one above the other."""
         biases = [own for weight in weights if self._checkpoint.has(own := weight._replace(kind="bias"))]
         bias = self._stacked([*map(self._checkpoint.read, biases)]) if biases else None
-        kernel = self._made([*map(self._checkpoint.read, weights)], bias)
+        kernel = self._in_blocks(weights, bias) if len(biases) in (0, len(weights)) else None
+        if kernel is None:
+            kernel = self._made([*map(self._checkpoint.read, weights)], bias)
         start = 0
         for weight in weights:
             stop = start + self._checkpoint.shapes[weight][0]
@@ -111,6 +119,13 @@ class DecoderWeights:
                 self._named[weight._replace(kind="bias")] = partial(_same, bias[start:stop])
             start = stop
         return kernel
+
+    def _in_blocks(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> BlockWeight | None:
+        """The product by weights that are all in quantised blocks; None where some are not, or are to be dense."""
+        if self._kernel is not PackedWeight:
+            return None
+        blocks = [found for weight in weights if (found := self._checkpoint.blocks(weight)) is not None]
+        return BlockWeight(blocks, bias, self._dtype, int8=self._int8) if len(blocks) == len(weights) else None
 
     def _made(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Kernel:
         stacked = self._stacked(tensors)

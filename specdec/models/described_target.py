@@ -16,7 +16,7 @@ from specdec.costs.machine import Threads
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.settings import Settings
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.decoder.weights.safetensors import SafetensorsSource
+from specdec.decoder.weights.quantised import opened_source
 from specdec.errors import ConfigError, TargetError
 from specdec.execute.native import NativeExecutor, why_not
 from specdec.execute.torch import TorchExecutor
@@ -43,6 +43,7 @@ class DescribedTarget(NotCopied):
         dtype, device: of the computation.
         execution: ``torch`` or ``native``.
         attention: kernels of the former, see :mod:`specdec.runners.attention`.
+        int8: of the latter, see :class:`specdec.execute.native.NativeExecutor`.
         eos_ids: the tokens that end a text.
         config: of transformers, whose sizes measurements are kept by.
 
@@ -65,6 +66,7 @@ class DescribedTarget(NotCopied):
         device: torch.device = _HOST,
         execution: str = "torch",
         attention: str = "auto",
+        int8: bool = False,
         eos_ids: frozenset[int] = frozenset(),
         config: Any = None,
     ) -> None:
@@ -75,7 +77,7 @@ class DescribedTarget(NotCopied):
         if execution == "native":
             if (why := why_not(self.spec, dtype, device)) is not None:
                 raise ConfigError(f"execution={execution!r} cannot run this model: {why}; leave it at auto")
-            self.executor = NativeExecutor(checkpoint, dtype=dtype)
+            self.executor = NativeExecutor(checkpoint, dtype=dtype, int8=int8)
         else:
             self.executor = TorchExecutor(checkpoint, dtype=dtype, device=device, backend=attention)
         self.name, self.vocab_size, self.hidden_size = self.spec.architecture, self.spec.vocab, self.spec.hidden
@@ -95,7 +97,8 @@ class DescribedTarget(NotCopied):
         """
         config = AutoConfig.from_pretrained(folder).get_text_config()
         spec = spec_of(config.model_type, Settings.of(config))
-        checkpoint = Checkpoint(spec, FAMILIES[config.model_type].names, SafetensorsSource(folder))
+        source = opened_source(folder, getattr(config, "quantization_config", None), int8=options.get("int8", False))
+        checkpoint = Checkpoint(spec, FAMILIES[config.model_type].names, source)
         ends = _ends(folder, config)
         return cls(checkpoint, dtype=dtype or config.dtype or torch.float32, eos_ids=ends, config=config, **options)
 
@@ -110,7 +113,12 @@ class DescribedTarget(NotCopied):
             TargetError: its logits of a few tokens are others than the copy's.
         """
         checkpoint, weight = read_live(model), next(model.parameters())
-        own = {"dtype": weight.dtype, "device": weight.device, "config": model.config, "eos_ids": eos_ids_of(model)}
+        own: dict[str, Any] = {
+            "dtype": weight.dtype,
+            "device": weight.device,
+            "config": model.config,
+            "eos_ids": eos_ids_of(model),
+        }
         target = cls(checkpoint, **own, **options)
         tokens = tokens_for(target.vocab_size)
         expected = own_logits(model, target, tokens)

@@ -11,12 +11,13 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
+from specdec.decoder.weights.bitsandbytes import BitsAndBytesTensors
+from specdec.decoder.weights.int4 import Int4Tensors
+from specdec.decoder.weights.int4_settings import Int4Settings
+from specdec.decoder.weights.packed import PackedTensors
 from specdec.decoder.weights.safetensors import opened_tensors
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models.bitsandbytes_checkpoint import BitsAndBytesFilling
 from specdec.models.gguf_blocks import described_rows, why_not_native
-from specdec.models.int4_checkpoint import Int4Filling
-from specdec.models.int4_settings import Int4Settings
 from specdec.models.packed_filling import PackedFilling
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import PackedLinear
@@ -76,11 +77,12 @@ def quantised_model(
             raise _dense(place, method)
         if unlike is not None or (why is not None and _transformers_loads(method)):
             return None
-        filling: PackedFilling
+        tensors: PackedTensors
         if settings is None:
-            filling = BitsAndBytesFilling(folder, files, config, computed, why is None, int8)
+            tensors = BitsAndBytesTensors(repr(str(folder)), files, int8)
         else:
-            filling = Int4Filling(settings, folder, files, config, computed, why is None, int8)
+            tensors = Int4Tensors(settings, repr(str(folder)), files)
+        filling = PackedFilling(tensors, folder, config, computed, why is None, int8)
     except CheckpointError:
         if quantised and _transformers_loads(method):
             return None
@@ -139,5 +141,5 @@ def _described(filling: PackedFilling) -> str:
     packed = [module for module in filling.model.modules() if isinstance(module, PackedLinear)]
     stores = {id(module.store): module.store for module in packed if isinstance(module.store, BlockWeight)}
     size = sum(store.nbytes for store in stores.values()) / 1e6
-    told = f"{filling.described()} in blocks: {len(packed)} matrices, {size:.0f} MB in panels"
+    told = f"{filling.tensors.described()} in blocks: {len(packed)} matrices, {size:.0f} MB in panels"
     return told + described_rows(filling.model)

@@ -16,6 +16,7 @@ from specdec.decoder.names import FUSED, Names, Weight, shapes_of
 from specdec.decoder.spec import DecoderSpec, Experts
 from specdec.decoder.weights.source import Source
 from specdec.errors import CheckpointError
+from specdec.runners.block_weight import BlockTensor
 
 __all__ = ["Checkpoint"]
 
@@ -94,7 +95,7 @@ class Checkpoint:
         self._places[weight] = wanted if name is None else name
 
     def _ignored(self, name: str) -> bool:
-        return any(re.search(pattern, name) for pattern in self.names.ignored)
+        return any(re.search(pattern, name) for pattern in self.names.ignored) or self._source.is_no_bias(name)
 
     def _settle_head(self) -> None:
         """A tied head that is there as well is the embedding's once more, or, as transformers has it, its own."""
@@ -113,6 +114,10 @@ class Checkpoint:
     def read(self, weight: Weight) -> torch.Tensor:
         """A tensor as it is in the checkpoint; perhaps a view of a file, which is not to be written to."""
         return self._source.read(self._places[weight])
+
+    def blocks(self, weight: Weight) -> BlockTensor | None:
+        """A weight in quantised blocks, as it is in the checkpoint; None where it is in none."""
+        return self._source.blocks(self._places[weight])
 
     def has(self, weight: Weight) -> bool:
         """Whether the decoder has such a tensor."""

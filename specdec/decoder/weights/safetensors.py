@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from specdec.decoder.weights.source import DenseSource
 from specdec.errors import CheckpointError, told
 from specdec.runners.memory_pages import FilePages
 from specdec.settings.files import read_object
 
-__all__ = ["SafetensorsSource", "opened_tensors"]
+__all__ = ["FLOATS", "SafetensorsSource", "opened_tensors"]
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The plain floats among the dtypes of a file."""
 
 
 def opened_tensors(folder: Path) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def opened_tensors(folder: Path) -> dict[str, Any]:
     return {key: files[name] for key, name in places.items()}  # a tensor may be left in another file, of an older save
 
 
-class SafetensorsSource:
+class SafetensorsSource(DenseSource):
     """The tensors of a folder's files; as of :class:`specdec.decoder.weights.source.Source`.
 
     Raises:
@@ -64,7 +66,7 @@ class SafetensorsSource:
             name: tuple(header.get_shape()) for name, header in headers.items()
         }
         self.strange: Mapping[str, str] = {
-            name: dtype for name, one in headers.items() if (dtype := one.get_dtype()) not in _FLOATS
+            name: dtype for name, one in headers.items() if (dtype := one.get_dtype()) not in FLOATS
         }
         self._pages: FilePages | None = None
 

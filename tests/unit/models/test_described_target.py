@@ -16,8 +16,10 @@ from specdec.errors import ConfigError, TargetError
 from specdec.models.described_target import DescribedTarget
 from specdec.native.library import library
 from tests import models
+from tests.bitsandbytes_files import bitsandbytes_checkpoint
 from tests.decoders import ALL
 from tests.exactness.targets import engine_of
+from tests.int4_files import int4_checkpoint
 
 PROMPT, NEW = (3, 9, 4, 3, 9, 4, 11, 3, 9), 24
 DRAFTERS = ("prompt_lookup", "lookahead", "token_recycling", "kangaroo", "medusa", "jacobi")
@@ -111,3 +113,23 @@ def test_a_live_model_that_is_not_as_its_class_makes_it_is_refused(
     change(model)
     with pytest.raises(error, match=says):
         DescribedTarget.from_model(model)
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler works here")
+@pytest.mark.parametrize("kind", ["gptq", "awq", "nf4", "int8"])
+def test_quantised_weights_stay_in_their_blocks(kind: str, tmp_path: Path) -> None:
+    """And give the bits of those that a live model holds; without native layers they are what they stand for."""
+    family = "qwen2" if kind in ("awq", "int8") else "llama"
+    if kind in ("gptq", "awq"):
+        int4_checkpoint(tmp_path, method=kind, family=family, group_size=64)
+    else:
+        bitsandbytes_checkpoint(tmp_path, kind=kind, family=family)
+    live = TransformersTarget.from_pretrained(tmp_path, dtype=torch.float32)
+    blocks = DescribedTarget.from_folder(tmp_path, dtype=torch.float32, execution="native")
+    dense = DescribedTarget.from_folder(tmp_path, dtype=torch.float32)
+    found = [models.logits_of(target, [*PROMPT, *PROMPT], chunk=5) for target in (live, blocks, dense)]
+    assert torch.equal(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
+    known = dict(live.named_weights())
+    for target in (blocks, dense):
+        assert all(torch.equal(weight, known[name]) for name, weight in target.named_weights())

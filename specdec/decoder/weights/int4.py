@@ -6,19 +6,20 @@ Such checkpoints have a matrix as words of eight codes, input by input.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from specdec.decoder.weights.int4_settings import Int4Settings
+from specdec.decoder.weights.packed import PackedRows, PackedTensors
 from specdec.errors import CheckpointError
-from specdec.models.int4_settings import Int4Settings
-from specdec.models.packed_filling import PackedFilling, PackedRows
 from specdec.runners.memory_pages import FilePages
 
-__all__ = ["Int4Filling"]
+__all__ = ["Int4Tensors"]
 
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _BLOCKS = (128, 64, 32)  # values of a block
 _PLACES = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}
 """Method -> which four bits of a word, counted from the lowest, have the first output, the second, ..."""
@@ -81,54 +82,67 @@ class _Int4Rows(PackedRows):
         self._pages.release([self._codes])
 
 
-class Int4Filling(PackedFilling):
-    """As ``PackedFilling``; ``settings``: how the checkpoint's config says that it is packed."""
+class Int4Tensors(PackedTensors):
+    """As ``PackedTensors``; ``settings``: how the checkpoint's config says that it is packed."""
 
-    def __init__(self, settings: Int4Settings, *given: Any) -> None:
+    def __init__(self, settings: Int4Settings, where: str, files: Mapping[str, Any]) -> None:
         self._settings = settings
-        super().__init__(*given)
+        super().__init__(where, files)
+
+    def quantised(self) -> Mapping[str, tuple[int, ...]]:
+        found = dict[str, tuple[int, ...]]()
+        for name, file in self.files.items():
+            if name.endswith(".qweight"):
+                rows, columns = file.get_slice(name).get_shape()
+                shape = (columns, 8 * rows) if self._settings.method == "gptq" else (8 * columns, rows)
+                found[f"{name.removesuffix('.qweight')}.weight"] = shape
+        return found
+
+    def belongs(self, name: str) -> bool:
+        place, _, kind = name.rpartition(".")
+        return kind in _PARTS and f"{place}.qweight" in self.files
 
     def described(self) -> str:
         size = self._settings.group_size
         return f"int4 ({self._settings.method.upper()}, {'one group an output' if size == -1 else f'groups of {size}'})"
 
-    def _packed(self, name: str, shape: Sequence[int]) -> _Int4Rows | None:
+    def packed(self, name: str, shape: Sequence[int]) -> _Int4Rows | None:
         """A weight's blocks, or None where it is not quantised."""
         place = name.removesuffix(".weight")
-        if name in self._files or f"{place}.qweight" not in self._files:
+        if name in self.files or f"{place}.qweight" not in self.files:
             return None
         outputs, inputs = shape
         size = inputs if self._settings.group_size == -1 else self._settings.group_size
         if outputs % 8 or inputs % 32:
             raise CheckpointError(
-                f"{place!r} in {self._where} is {outputs} x {inputs}, and outputs are packed by 8, inputs by 32; give "
+                f"{place!r} in {self.where} is {outputs} x {inputs}, and outputs are packed by 8, inputs by 32; give "
                 "another checkpoint"
             )
         groups = math.ceil(inputs / size)
         packed = (inputs // 8, outputs) if self._settings.method == "gptq" else (inputs, outputs // 8)
         asked = f" by its quantization_config: {self._settings.method}, 4 bits, group_size {self._settings.group_size}"
-        codes = self._read(f"{place}.qweight", packed, torch.int32, asked_by=asked)
-        zeros = self._read(f"{place}.qzeros", (groups, outputs // 8), torch.int32, asked_by=asked)
+        codes = self.read(f"{place}.qweight", packed, torch.int32, asked_by=asked)
+        zeros = self.read(f"{place}.qzeros", (groups, outputs // 8), torch.int32, asked_by=asked)
         floats = torch.float16, torch.bfloat16, torch.float32
-        scales = self._read(f"{place}.scales", (groups, outputs), *floats, asked_by=asked)
+        scales = self.read(f"{place}.scales", (groups, outputs), *floats, asked_by=asked)
         halves = scales.to(torch.float16)
         if not torch.equal(halves.float(), scales.float()):
             raise CheckpointError(
-                f"'{place}.scales' in {self._where} are {str(scales.dtype)[6:]}, and blocks' scales are float16, which "
+                f"'{place}.scales' in {self.where} are {str(scales.dtype)[6:]}, and blocks' scales are float16, which "
                 "does not have all of these values; give a checkpoint whose scales are float16"
             )
         self._check_order(f"{place}.g_idx", inputs, size)
-        return _Int4Rows(self._settings, (codes, zeros, halves), inputs, self._pages)
+        return _Int4Rows(self._settings, (codes, zeros, halves), inputs, self.pages)
 
     def _check_order(self, name: str, inputs: int, size: int) -> None:
         """Raises CheckpointError where groups are not of inputs side by side."""
-        if name not in self._files:
+        if name not in self.files:
             if self._settings.ordered:
-                raise self._unfit(f"1 missing, such as {name}, which desc_act=true asks for")
+                raise self.unfit(f"1 missing, such as {name}, which desc_act=true asks for")
             return
-        order = self._read(name, (inputs,))
+        order = self.read(name, (inputs,))
         if not torch.equal(order.long(), torch.arange(inputs) // size):
             raise CheckpointError(
-                f"{name!r} in {self._where} has inputs of a group that do not lie side by side (desc_act), and those "
+                f"{name!r} in {self.where} has inputs of a group that do not lie side by side (desc_act), and those "
                 "of a block do; give a checkpoint that was made with desc_act=false, or a GGUF file"
             )

@@ -11,18 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from specdec.decoder.weights.packed import PackedRows, PackedTensors
 from specdec.errors import CheckpointError, ConfigError, first_line, shown
-from specdec.models.packed_filling import PackedFilling, PackedRows
 from specdec.runners.memory_pages import FilePages
 from specdec.settings.files import parse_json
 
-__all__ = ["BitsAndBytesFilling"]
+__all__ = ["BitsAndBytesTensors"]
 
 _STATE = ".quant_state."
 _KINDS = ("nf4", "fp4")
@@ -116,91 +115,114 @@ class _Rows8(PackedRows):
         self._pages.release([self._codes])
 
 
-class BitsAndBytesFilling(PackedFilling):
-    """As ``PackedFilling``. Which weights are quantised, and how, their tensors say and not the config.
+class BitsAndBytesTensors(PackedTensors):
+    """As ``PackedTensors``. Which weights are quantised, and how, their tensors say and not the config.
 
     Raises:
         ConfigError: rows are to be rounded to bytes, and codes stand for no integers.
     """
 
-    def __init__(
-        self, folder: Path, files: Mapping[str, Any], config: Any, dtype: torch.dtype, in_blocks: bool, int8: bool
-    ) -> None:
+    def __init__(self, where: str, files: Mapping[str, Any], int8: bool) -> None:
         self._kinds: dict[str, None] = {}
         self._states = {name.partition(_STATE)[0]: name for name in sorted(files) if _STATE in name}
         if int8 and self._states:
             raise ConfigError(
-                f"activations='int8' multiplies integers, and 4-bit codes of {str(folder)!r} stand for numbers that "
-                "are none; leave it out"
+                f"activations='int8' multiplies integers, and 4-bit codes of {where} stand for numbers that are none; "
+                "leave it out"
             )
-        super().__init__(folder, files, config, dtype, in_blocks, int8)
+        super().__init__(where, files)
+
+    def quantised(self) -> Mapping[str, tuple[int, ...]]:
+        found = dict[str, tuple[int, ...]]()
+        for name, state in self._states.items():
+            told = self._json(state)
+            shape = told.get("shape") if isinstance(told, dict) else None
+            if not isinstance(shape, list) or [type(size) for size in shape] != [int, int]:
+                raise self._unlike(state, f"says shape {shown(shape)}", "two integers")
+            found[name] = tuple(shape)
+        for name in self.files:
+            if name.endswith(".SCB"):
+                weight = f"{name.removesuffix('SCB')}weight"
+                found[weight] = tuple(self.files[weight].get_slice(weight).get_shape())
+        return found
+
+    def belongs(self, name: str) -> bool:
+        place, _, kind = name.rpartition(".")
+        own = name.partition(_STATE)[0] if _STATE in name else place
+        if kind == "SCB" or (kind in ("weight", "weight_format") and f"{place}.SCB" in self.files):
+            return True
+        return name in self._states or own in self._states
 
     def described(self) -> str:
         return f"{' and '.join(self._kinds)} (bitsandbytes)"
 
-    def _packed(self, name: str, shape: Sequence[int]) -> PackedRows | None:
+    def packed(self, name: str, shape: Sequence[int]) -> PackedRows | None:
         if (state := self._states.get(name)) is not None:
             return self._rows4(name, state, shape)
-        if f"{name.removesuffix('weight')}SCB" in self._files:
+        if f"{name.removesuffix('weight')}SCB" in self.files:
             return self._rows8(name, shape)
         return None
 
     def _rows8(self, name: str, shape: Sequence[int]) -> _Rows8:
         place = name.removesuffix("weight")
-        if f"{place}weight_format" in self._files and self._read(f"{place}weight_format", None).any():
+        if f"{place}weight_format" in self.files and self.read(f"{place}weight_format", None).any():
             raise CheckpointError(
-                f"'{place}weight_format' in {self._where} says that its bytes lie in another order than row by row, "
+                f"'{place}weight_format' in {self.where} says that its bytes lie in another order than row by row, "
                 "which newer versions of bitsandbytes do not write, nor read; give another checkpoint"
             )
-        codes = self._read(name, shape, torch.int8)
-        largest = self._read(f"{place}SCB", shape[:1], *_FLOATS)
+        codes = self.read(name, shape, torch.int8)
+        largest = self.read(f"{place}SCB", shape[:1], *_FLOATS)
         self._kinds["int8, a scale for each output"] = None
-        return _Rows8(codes, largest, self._pages)
+        return _Rows8(codes, largest, self.pages)
 
     def _rows4(self, name: str, state: str, shape: Sequence[int]) -> _Rows4:
         told = self._told(state, shape)
         kind, size, count = told["quant_type"], int(told["blocksize"]), math.prod(shape)
         groups = -(-count // size)
         asked = f" by its {state.removeprefix(f'{name}.')}: blocksize {size}"
-        own = self._read(name, None)
+        own = self.read(name, None)
         codes = own.contiguous().view(-1).view(torch.uint8)
         if len(codes) * 2 != count or shape[1] % 2:
-            raise self._misshapen(name, own, [count // 2, 1])
-        values = self._read(f"{name}.quant_map", (16,), torch.float32)
+            raise self.misshapen(name, own, [count // 2, 1])
+        values = self.read(f"{name}.quant_map", (16,), torch.float32)
         if not torch.equal(values, _values(kind)):
             raise CheckpointError(
-                f"'{name}.quant_map' in {self._where} has other values than {kind} has, and blocks have those of "
+                f"'{name}.quant_map' in {self.where} has other values than {kind} has, and blocks have those of "
                 "bitsandbytes; give another checkpoint"
             )
         nested = None
-        if f"{name}.nested_absmax" not in self._files:
-            stored = self._read(f"{name}.absmax", (groups,), *_FLOATS, asked_by=asked)
+        if f"{name}.nested_absmax" not in self.files:
+            stored = self.read(f"{name}.absmax", (groups,), *_FLOATS, asked_by=asked)
         else:
-            stored = self._read(f"{name}.absmax", (groups,), torch.uint8, asked_by=asked)
+            stored = self.read(f"{name}.absmax", (groups,), torch.uint8, asked_by=asked)
             own_size = int(told["nested_blocksize"])
             shape_of = (-(-groups // own_size),)
-            scales = self._read(f"{name}.nested_absmax", shape_of, torch.float32, asked_by=asked)
-            list_of = self._read(f"{name}.nested_quant_map", (256,), torch.float32)
+            scales = self.read(f"{name}.nested_absmax", shape_of, torch.float32, asked_by=asked)
+            list_of = self.read(f"{name}.nested_quant_map", (256,), torch.float32)
             nested = list_of, scales, own_size, torch.tensor(told["nested_offset"])
         self._kinds[f"{kind.upper()} in groups of {size}"] = None
-        return _Rows4(kind, codes.view(shape[0], -1), values, _Scales(size, stored, nested), self._pages)
+        return _Rows4(kind, codes.view(shape[0], -1), values, _Scales(size, stored, nested), self.pages)
 
-    def _told(self, state: str, shape: Sequence[int]) -> Mapping[str, Any]:
-        """What a weight's JSON says, checked."""
-        text = self._read(state, None, torch.uint8)
+    def _json(self, state: str) -> Any:
+        """What a weight's JSON says."""
+        text = self.read(state, None, torch.uint8)
         try:
-            told = parse_json(text.contiguous().numpy().tobytes())
+            return parse_json(text.contiguous().numpy().tobytes())
         except ValueError as error:
             raise CheckpointError(
-                f"cannot read {state!r} in {self._where}: {first_line(error)}; download the checkpoint anew"
+                f"cannot read {state!r} in {self.where}: {first_line(error)}; download the checkpoint anew"
             ) from error
+
+    def _told(self, state: str, shape: Sequence[int]) -> Mapping[str, Any]:
+        """The same, checked."""
+        told = self._json(state)
         kinds = [kind for kind in _KINDS if state.endswith(f".bitsandbytes__{kind}")]
         fitting: dict[str, tuple[Sequence[Any], str]] = {
             "quant_type": (kinds, "nf4 or fp4, as in its name"),
             "blocksize": (_SIZES, f"one of {', '.join(map(str, _SIZES))}"),
             "shape": ([[*shape]], f"the model's {[*shape]}"),
         }
-        if f"{state.partition(_STATE)[0]}.nested_absmax" in self._files:
+        if f"{state.partition(_STATE)[0]}.nested_absmax" in self.files:
             fitting["nested_blocksize"] = fitting["blocksize"]
             fitting["nested_dtype"] = (["float32"], "float32")
         if not isinstance(told, dict):
@@ -215,7 +237,7 @@ class BitsAndBytesFilling(PackedFilling):
 
     def _unlike(self, state: str, what: str, wanted: str) -> CheckpointError:
         return CheckpointError(
-            f"{state!r} in {self._where} {what}, and it must be {wanted}; install the package bitsandbytes, with which "
+            f"{state!r} in {self.where} {what}, and it must be {wanted}; install the package bitsandbytes, with which "
             "transformers may load it, or download the checkpoint anew"
         )
 
