@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from specdec.decoder.names import Weight
+from specdec.decoder.names import FUSED, Weight
 from specdec.decoder.spec import Attention, Experts, Norm
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights
@@ -68,7 +68,7 @@ class DecoderWeights:
         self.head = self._product(place)
         self.embedding: torch.Tensor | PackedWeight
         if not spec.head.tied:
-            self.embedding = self._alone(Weight("embedding"))
+            self.embedding = self._table(Weight("embedding"))
         else:
             self.embedding = self.head.weight if isinstance(self.head, DenseLinear) else self.head
         self.norm = self._norm(spec.head.norm, Weight("norm"))
@@ -76,7 +76,8 @@ class DecoderWeights:
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as transformers has them, sorted by its names; what is packed or fused is made in turn."""
-        own = {self._checkpoint.names.own(weight): made for weight, made in self._named.items()}
+        every = self._named.items()
+        own = {self._checkpoint.names.own(weight): made for weight, made in every if weight.expert is None}
         for name in sorted(own):
             yield name, own[name]()
 
@@ -103,6 +104,14 @@ class DecoderWeights:
         found = self._stacked([self._checkpoint.read(weight)])
         self._named[weight] = partial(_same, found)
         return found
+
+    def _table(self, weight: Weight) -> torch.Tensor | PackedWeight:
+        """A table that is looked up; one in quantised blocks stays in its file."""
+        if self._kernel is not PackedWeight or (blocks := self._checkpoint.blocks(weight)) is None:
+            return self._alone(weight)
+        table = BlockWeight([blocks], None, self._dtype, as_in_file=True, int8=self._int8)
+        self._named[weight] = partial(rows_of, table, range(table.outputs))
+        return table
 
     def _product(self, *weights: Weight) -> Kernel:
         """The product by these weights, one above the other."""
@@ -136,11 +145,22 @@ class DecoderWeights:
 
     def _experts(self, number: int) -> Sequence[GatedWeights]:
         each = []
-        for part in ("experts.gate_up", "experts.down"):
-            own = [self._made(tensors, None) for tensors in self._checkpoint.experts(number, part)]
+        for part, parts in FUSED.items():
+            if self._packs_experts(number):
+                count = range(self._checkpoint.experts_in(number))
+                own = [self._product(*(Weight(one, number, expert) for one in parts)) for expert in count]
+            else:
+                own = [self._made(tensors, None) for tensors in self._checkpoint.experts(number, part)]
             self._named[Weight(part, number)] = partial(_fused, own)
             each.append(own)
         return [GatedWeights(gate_up, down) for gate_up, down in zip(*each, strict=True)]
+
+    def _packs_experts(self, number: int) -> bool:
+        """Whether a layer's experts are in quantised blocks, all of their parts, and are to stay so."""
+        first = [Weight(part, number, 0) for parts in FUSED.values() for part in parts]
+        if self._kernel is not PackedWeight or not all(map(self._checkpoint.has, first)):
+            return False
+        return all(self._checkpoint.blocks(weight) is not None for weight in first)
 
     def _heads(self, number: int, own: Attention) -> torch.Tensor | None:
         """[H + G, 1, d] what queries and keys are multiplied by when they are normed."""

@@ -20,6 +20,9 @@ from specdec.decoder.weights.quantised import opened_source
 from specdec.errors import ConfigError, TargetError
 from specdec.execute.native import NativeExecutor, why_not
 from specdec.execute.torch import TorchExecutor
+from specdec.models.gguf import GgufFile
+from specdec.models.gguf_source import GGUF_NAMES, GgufSource
+from specdec.models.gguf_tokenizer import ends_of
 from specdec.models.inspection import eos_ids_of
 from specdec.models.live_weights import read_live
 from specdec.models.self_check import Reference, own_logits, tokens_for
@@ -101,6 +104,21 @@ class DescribedTarget(NotCopied):
         checkpoint = Checkpoint(spec, FAMILIES[config.model_type].names, source)
         ends = _ends(folder, config)
         return cls(checkpoint, dtype=dtype or config.dtype or torch.float32, eos_ids=ends, config=config, **options)
+
+    @classmethod
+    def from_gguf(cls, path: Path, *, dtype: torch.dtype | None = None, **options: Any) -> DescribedTarget:
+        """A GGUF file's model; ``dtype``: None for the file's. ``options``: of the class.
+
+        Raises:
+            UnknownDecoder: no description covers it.
+            CheckpointError: the file is broken, or its tensors are missing, misshapen or left over.
+            ConfigError: there is no package to read it with.
+        """
+        file = GgufFile.read(path)
+        config = file.config().get_text_config()
+        spec, names = spec_of(config.model_type, Settings.of(config)), FAMILIES[config.model_type].names
+        checkpoint = Checkpoint(spec, names, GgufSource(file.table, config), GGUF_NAMES)
+        return cls(checkpoint, dtype=dtype or file.dtype, eos_ids=frozenset(ends_of(path)), config=config, **options)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, **options: Any) -> DescribedTarget:

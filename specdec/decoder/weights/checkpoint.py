@@ -28,6 +28,7 @@ class Checkpoint:
         spec: of the decoder.
         names: of its family.
         source: where its tensors are.
+        called: what they are called there, if not as in checkpoints of the family.
 
     Attributes:
         spec: as given, but ``head.tied`` as the tensors have it: a head that differs from the embedding is read.
@@ -38,9 +39,10 @@ class Checkpoint:
         CheckpointError: tensors are missing, of other shapes or dtypes, or left over.
     """
 
-    def __init__(self, spec: DecoderSpec, names: Names, source: Source) -> None:
-        self.names, self._source, self._where = names, source, source.where
-        self._prefix = next((one for one in names.prefixes if f"{one}norm.weight" in source.shapes), names.prefixes[0])
+    def __init__(self, spec: DecoderSpec, names: Names, source: Source, called: Names | None = None) -> None:
+        self.names, self._source, self._where, self._called = names, source, source.where, called or names
+        before = self._called.prefixes
+        self._prefix = next((one for one in before if f"{one}norm.weight" in source.shapes), before[0])
         self._wrong: dict[str, list[str]] = {"missing": [], "misshapen": [], "of another dtype": []}
         self._places: dict[Weight, str] = {}
         self.spec, self.shapes = spec, shapes_of(spec)
@@ -75,7 +77,7 @@ class Checkpoint:
 
     def _name(self, weight: Weight) -> str | None:
         known = self._source.shapes
-        return next((name for name in self.names.candidates(weight, self._prefix) if name in known), None)
+        return next((name for name in self._called.candidates(weight, self._prefix) if name in known), None)
 
     def _fused_shape(self, whole: Weight) -> tuple[int, ...]:
         assert whole.layer is not None
@@ -85,7 +87,7 @@ class Checkpoint:
         return experts.count, *sizes.get(whole.part, (self.spec.hidden, experts.width))
 
     def _place(self, weight: Weight, name: str | None, shape: tuple[int, ...]) -> None:
-        wanted = next(self.names.candidates(weight, self._prefix))
+        wanted = next(self._called.candidates(weight, self._prefix))
         if name is None:
             self._wrong["missing"].append(wanted)
         elif (found := self._source.shapes[name]) != shape:
@@ -95,7 +97,7 @@ class Checkpoint:
         self._places[weight] = wanted if name is None else name
 
     def _ignored(self, name: str) -> bool:
-        return any(re.search(pattern, name) for pattern in self.names.ignored) or self._source.is_no_bias(name)
+        return any(re.search(pattern, name) for pattern in self._called.ignored) or self._source.is_no_bias(name)
 
     def _settle_head(self) -> None:
         """A tied head that is there as well is the embedding's once more, or, as transformers has it, its own."""
@@ -123,14 +125,17 @@ class Checkpoint:
         """Whether the decoder has such a tensor."""
         return weight in self._places
 
+    def experts_in(self, layer: int) -> int:
+        """How many experts a layer has."""
+        mlp = self.spec.layers[layer].mlp
+        return mlp.count if isinstance(mlp, Experts) else 0
+
     def experts(self, layer: int, part: str) -> Iterator[Sequence[torch.Tensor]]:
         """For each expert of a layer, the tensors to be stacked in ``part``: of gate and up, or of down."""
         if (whole := Weight(part, layer)) in self._places:
             yield from ((one,) for one in self.read(whole))
             return
-        mlp = self.spec.layers[layer].mlp
-        assert isinstance(mlp, Experts)
-        for expert in range(mlp.count):
+        for expert in range(self.experts_in(layer)):
             yield [self.read(Weight(own, layer, expert)) for own in FUSED[part]]
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:

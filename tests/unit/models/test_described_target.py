@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.bitsandbytes_files import bitsandbytes_checkpoint
 from tests.decoders import ALL
 from tests.exactness.targets import engine_of
 from tests.int4_files import int4_checkpoint
+from tests.quantised_files import quantised_file
 
 PROMPT, NEW = (3, 9, 4, 3, 9, 4, 11, 3, 9), 24
 DRAFTERS = ("prompt_lookup", "lookahead", "token_recycling", "kangaroo", "medusa", "jacobi")
@@ -133,3 +134,27 @@ def test_quantised_weights_stay_in_their_blocks(kind: str, tmp_path: Path) -> No
     known = dict(live.named_weights())
     for target in (blocks, dense):
         assert all(torch.equal(weight, known[name]) for name, weight in target.named_weights())
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler works here")
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3moe"])
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K", "Q8_0"), ("Q8_0", "F16")])
+def test_a_gguf_file_gives_the_bits_of_a_live_model(family: str, kinds: Sequence[str], tmp_path: Path) -> None:
+    path = quantised_file(tmp_path / "model.gguf", kinds, family=family)
+    live = TransformersTarget.from_pretrained(path, dtype=torch.float32)
+    target = DescribedTarget.from_gguf(path, dtype=torch.float32, execution="native")
+    found = [models.logits_of(one, [*PROMPT, *PROMPT], chunk=5) for one in (live, target)]
+    assert live.options["runner"] == "native"
+    assert torch.equal(found[1], found[0])
+    assert (target.eos_ids, target.spec.architecture) == (live.eos_ids, live.name)
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler works here")
+def test_rows_are_rounded_to_bytes_where_that_was_asked_for(tmp_path: Path) -> None:
+    path, texts = quantised_file(tmp_path / "model.gguf", ("Q4_K", "Q6_K")), [*PROMPT, *PROMPT]
+    live = TransformersTarget.from_pretrained(path, dtype=torch.float32, activations="int8")
+    options: dict[str, Any] = {"dtype": torch.float32, "execution": "native"}
+    rounded, plain = (DescribedTarget.from_gguf(path, int8=own, **options) for own in (True, False))
+    assert torch.equal(models.logits_of(rounded, texts, chunk=5), models.logits_of(live, texts, chunk=5))
+    assert not torch.equal(models.logits_of(rounded, texts, chunk=5), models.logits_of(plain, texts, chunk=5))
