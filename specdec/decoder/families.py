@@ -101,6 +101,7 @@ def _gemma(settings: Settings) -> list[Layer]:
 
 
 def _gemma2(settings: Settings) -> list[Layer]:
+    settings.said("sliding_window_size")  # sliding_window says the same
     cap = float(settings.get("attn_logit_softcapping") or 0.0)
     own = _gemma_layer(settings, read_rope(settings, _head_dim(settings)))
     own = replace(own, attention=replace(own.attention, cap=cap))

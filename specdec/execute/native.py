@@ -6,7 +6,8 @@ sums does not depend on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,6 +108,15 @@ class NativeExecutor(TorchExecutor):
         drawn = () if reading.drawn is None else reading.drawn[:]
         scores = Scores(reading.logits, None, reading.stored, drawn, _largest=reading.best[:])
         return TargetOutput(scores, hidden, found, rows=rows)
+
+    @contextmanager
+    def every_expert(self) -> Iterator[None]:
+        self._native.choose_all(True)
+        try:
+            with super().every_expert():
+                yield
+        finally:
+            self._native.choose_all(False)
 
     def _turned(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[K, positions, d] float32 cosines and signed sines of the decoder's K kinds of positions."""

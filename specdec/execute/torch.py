@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, RopeTables
-from specdec.decoder.spec import Attention, Rope
+from specdec.decoder.spec import Attention, Experts, Rope
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer
 from specdec.execute.weights import DecoderWeights, rows_of
@@ -51,6 +53,7 @@ class TorchExecutor:
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, backend: str = "auto"
     ) -> None:
         self.spec, self.dtype, self.device, self.backend = checkpoint.spec, dtype, device, backend
+        self._layers = self.spec.layers
         self._weights = self._read(checkpoint)
         self._ropes = RopeTables(dtype, device)
         self._scale = torch.tensor(self.spec.embedding.scale, dtype=dtype, device=device)
@@ -96,7 +99,7 @@ class TorchExecutor:
         for number in range(first, last):
             if number in taps:
                 found[number] = hidden
-            own, which = self.spec.layers[number], parts[number] if parts else Part.BOTH
+            own, which = self._layers[number], parts[number] if parts else Part.BOTH
             rope = own.attention.rope
             if rope not in angles:
                 angles[rope] = self._angles(rope, rows)
@@ -163,6 +166,18 @@ class TorchExecutor:
     def _by_head(self, kernel: LinearKernel, hidden: torch.Tensor) -> torch.Tensor:
         logits, cap = kernel(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1), self.spec.head.cap
         return torch.tanh(logits / cap) * cap if cap else logits
+
+    @contextmanager
+    def every_expert(self) -> Iterator[None]:
+        """While inside, each row has all experts: of nearly even logits, two roundings choose others."""
+        self._layers = tuple(
+            replace(own, mlp=replace(own.mlp, chosen=own.mlp.count)) if isinstance(own.mlp, Experts) else own
+            for own in self.spec.layers
+        )
+        try:
+            yield
+        finally:
+            self._layers = self.spec.layers
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The decoder's weights as transformers has them, sorted by its names."""

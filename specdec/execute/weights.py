@@ -117,9 +117,8 @@ class DecoderWeights:
         """The product by these weights, one above the other."""
         biases = [own for weight in weights if self._checkpoint.has(own := weight._replace(kind="bias"))]
         bias = self._stacked([*map(self._checkpoint.read, biases)]) if biases else None
-        kernel = self._in_blocks(weights, bias) if len(biases) in (0, len(weights)) else None
-        if kernel is None:
-            kernel = self._made([*map(self._checkpoint.read, weights)], bias)
+        blocks = self._in_blocks(weights, bias) if len(biases) in (0, len(weights)) else None
+        kernel = blocks or self._made([*map(self._checkpoint.read, weights)], bias)
         start = 0
         for weight in weights:
             stop = start + self._checkpoint.shapes[weight][0]

@@ -140,7 +140,9 @@ class DescribedTarget(NotCopied):
         target = cls(checkpoint, **own, **options)
         tokens = tokens_for(target.vocab_size)
         expected = own_logits(model, target, tokens)
-        if (off := Reference(model, expected, target, target.specs, tokens).differs()) is not None:
+        with target.executor.every_expert():  # as the model's own had
+            off = Reference(model, expected, target, target.specs, tokens).differs()
+        if off is not None:
             raise TargetError(
                 f"a copy of this {target.name} computes other logits than the model itself: {off}; use the model as it "
                 "is (TransformersTarget(model)), or load it from its folder"

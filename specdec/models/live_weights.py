@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.rope import frequencies
 from specdec.decoder.settings import Settings
-from specdec.decoder.spec import DecoderSpec, UnknownDecoder
+from specdec.decoder.spec import DecoderSpec, Experts, UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.decoder.weights.source import TensorSource
 from specdec.runners.known_layers import why_special
@@ -40,6 +40,9 @@ def read_live(model: PreTrainedModel) -> Checkpoint:
             raise UnknownDecoder(f"{name or 'it'} is a {type(module).__name__} of {type(module).__module__}")
         if (special := why_special(module)) is not None:
             raise UnknownDecoder(f"{name or 'it'} ({type(module).__name__}) {special}")
+        chosen = getattr(module, "top_k", None)
+        if chosen not in (None, *(one.mlp.chosen for one in spec.layers if isinstance(one.mlp, Experts))):
+            raise UnknownDecoder(f"{name} ({type(module).__name__}) chooses {chosen} experts, not as its config says")
     _check_buffers(model, spec)
     source = TensorSource(model.state_dict(), f"this {type(model).__name__}")
     return Checkpoint(spec, FAMILIES[config.model_type].names, source)

@@ -94,6 +94,13 @@ def scaled(model: Any) -> None:
     model.model.layers[2].self_attn.scaling *= 2
 
 
+def test_a_router_that_chooses_otherwise_is_refused() -> None:
+    model: Any = models.new_model("mixtral")
+    model.model.layers[1].mlp.gate.top_k = 3
+    with pytest.raises(UnknownDecoder, match=r"layers.1.mlp.gate \(MixtralTopKRouter\) chooses 3 experts"):
+        DescribedTarget.from_model(model)
+
+
 class Other(torch.nn.SiLU):
     """Of no class of torch's or transformers'."""
 
