@@ -18,7 +18,7 @@ import torch
 from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["HOST", "loading", "makes", "reads_weights", "steps", "uncompiled"]
+__all__ = ["HOST", "loading", "makes", "reads_weights", "steps", "uncompiled", "writes_to"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,6 +53,14 @@ def loading() -> AbstractContextManager[None]:
         return _NOTHING
     dtype = _NOTHING if torch.get_default_dtype() is _DTYPE else _Float32()
     return _settled(torch.inference_mode(False), dtype)
+
+
+def writes_to(tensor: torch.Tensor) -> int | None:
+    """How many writes to a tensor torch has counted; None where it counts none, as of those made in inference mode."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:

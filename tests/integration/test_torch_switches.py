@@ -70,6 +70,17 @@ def test_a_model_that_is_loaded_inside_is_the_same(switch: str, execution: str) 
     assert inside == expected(execution) or is_followed(execution, switch)
 
 
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("execution", ["native", "fused", "transformers"])
+def test_a_model_that_was_made_in_inference_mode(execution: str, owned: bool) -> None:
+    """Of its weights torch counts no writes."""
+    family = FAMILIES.get(execution, "llama")
+    with torch.inference_mode():
+        model = new_model(family, torch.float32)
+    own = Engine(TransformersTarget(model, execution=execution, owned=owned), None, "lookahead")
+    assert texts(own) == texts(Engine(target_of(family, torch.float32, "auto", execution)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("switch", ["a default device", "a wide dtype", "a narrow dtype", "autocast", "inference mode"])
 def test_a_checkpoint_is_the_same(switch: str) -> None:

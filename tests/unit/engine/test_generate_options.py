@@ -302,6 +302,24 @@ def test_several_sequences_would_mix_it_up() -> None:
         generate("prompt_lookup", **batch, logits_processor=LogitsProcessorList([Counts()]))
 
 
+class Favours(LogitsProcessor):
+    """Adds numbers that were made in inference mode, of which torch counts no writes."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode():
+            self.added = torch.arange(VOCAB, dtype=torch.float64) % 5
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + self.added
+
+
+def test_several_sequences_share_a_tensor_of_inference_mode() -> None:
+    batch = {"inputs": IDS.expand(2, -1), "attention_mask": torch.ones(2, 9)}
+    expected = generate(**batch, logits_processor=LogitsProcessorList([Favours()]))
+    found = generate("prompt_lookup", **batch, logits_processor=LogitsProcessorList([Favours()]))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_an_engine_refuses_processors_that_run_the_model(nested: bool) -> None:
     guidance: Any = UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, model_of("llama"))
