@@ -307,6 +307,6 @@ def test_texts_with_caches_against_texts_without() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("machine", "examples"), [(Caches, 80), (Talks, 30)])
+@pytest.mark.parametrize(("machine", "examples"), [(Caches, 50), (Talks, 20)])
 def test_at_length(machine: type[RuleBasedStateMachine], examples: int) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
