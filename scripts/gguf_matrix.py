@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from specdec import TransformersTarget
 from specdec.errors import SpecdecError
 from specdec.native.library import library
-from tests.gguf_families import CONTEXT, DIM, FAMILIES, HEADS, KEYS, VOCABULARY, write_family
+from tests.gguf_families import CONTEXT, DIM, FAMILIES, HEADS, KEYS, VOCABULARY, shapes_of, write_family
 from tests.llama_cpp import LlamaCpp, apart
 from tests.models import logits_of
 
@@ -66,13 +66,18 @@ class Case:
 
 
 def _scaled(kind: str) -> dict[str, Any]:
-    return {"rope.scaling.type": kind, "rope.scaling.factor": 2.5, "rope.scaling.original_context_length": 16}
+    return {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
 
 
 def _biases(family: str) -> dict[str, tuple[int, ...]]:
     sizes = {"attn_q": HEADS * DIM, "attn_k": KEYS * DIM, "attn_v": KEYS * DIM}
     layers = range(FAMILIES[family].layers)
     return {f"blk.{layer}.{name}.bias": (size,) for layer in layers for name, size in sizes.items()}
+
+
+def _without(family: str, layers: int) -> dict[str, None]:
+    """The tensors of all layers from this one on."""
+    return {name: None for name in shapes_of(family) if name.startswith("blk.") and int(name.split(".")[1]) >= layers}
 
 
 _FACTORS = {"rope_factors_long.weight": (DIM // 2,), "rope_factors_short.weight": (DIM // 2,)}
@@ -90,7 +95,7 @@ CASES = [
     Case("phi3", "half of each head rotated", {"rope.dimension_count": DIM // 2}),
     Case("phi3", "long and short factors", {"rope.scaling.original_context_length": 16}, _FACTORS),
     Case("olmo2", "a window (OLMo 3)", {"attention.sliding_window": 8}),
-    Case("exaone4", "no window", {"attention.sliding_window": None}),
+    Case("exaone4", "of 5 layers, which have no windows", {"block_count": 5}, _without("exaone4", 5)),
 ]
 CASES.sort(key=lambda case: [*FAMILIES].index(case.family))
 

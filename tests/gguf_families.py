@@ -130,14 +130,15 @@ FAMILIES = {
     ),
     "gemma": Family(_DENSE, tied=True),
     "seed_oss": Family(("one norm", "later norm", "attention", "biases", "gated")),
-    "exaone4": Family(("later norms", "attention", "head norms", "gated"), _SLIDES, layers=5),
+    "exaone4": Family(("later norms", "attention", "head norms", "gated"), _SLIDES, layers=64),
     "ernie4_5": Family(_DENSE),
     "hunyuan-dense": Family((*_DENSE, "head norms")),
     "hunyuan-moe": Family(("norms", "attention", "head norms", "experts", "shared expert"), _SHARED),
 }
 """Architecture -> what its files hold; ``mixtral`` is a ``llama`` with experts."""
 
-ARCHITECTURES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "starcoder2", "phi3")
+_UNREAD = ("gpt-oss", "granitemoe", "mistral3", "hunyuan-moe")
+ARCHITECTURES = tuple(family for family in FAMILIES if family not in _UNREAD)
 """Those that are read."""
 
 
