@@ -33,7 +33,7 @@ _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's numb
 
 
 def is_gguf(place: str | Path) -> bool:
-    """Whether a model's path is a GGUF file, by its name or its first bytes: caches of files have names of their own."""
+    """Whether a path is a GGUF file, by its name or its first bytes: caches of files have names of their own."""
     if Path(place).suffix.lower() == ".gguf":
         return True
     try:

@@ -14,6 +14,7 @@ import torch
 from annotated_types import Ge, Lt
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.utils.quantization_config import GgufConfig
 
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
@@ -147,10 +148,12 @@ def load_weights(
         if not spread:
             filled, how = _filled(gguf, dtype, str(path), int8=int8, why=why)
             return (filled if device is None else filled.to(device)), how  # type: ignore[arg-type]
-        if is_mixtral(gguf.metadata):
+        family = str(gguf.metadata["general.architecture"])
+        if is_mixtral(gguf.metadata) or family not in GGUF_SUPPORTED_ARCHITECTURES:
+            kind = "a Llama with experts" if family == "llama" else f"of the architecture {family!r}"
             raise ConfigError(
-                f"{shown(str(path), 400)} is a Llama with experts, which transformers does not read from GGUF, and "
-                "specdec only onto one device; leave device_map and tensor parallelism out, or give the model's "
+                f"{shown(str(path), 400)} is {kind}, which transformers does not read from GGUF, and specdec only onto "
+                "one device; leave device_map and tensor parallelism out, or give the model's "
                 "folder of safetensors"
             )
     dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
