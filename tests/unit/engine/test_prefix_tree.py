@@ -216,6 +216,26 @@ def test_hidden_states_are_kept_where_a_drafter_wants_them(tmp_path: Path) -> No
     assert counts == [0, 39, 0, 39, 39, 39, 39]
 
 
+def test_hidden_states_behind_unknown_ones_are_not_given() -> None:
+    """As where there was no room for those of a node, and for those of one below it."""
+    target, prompt, tree = target_of("llama"), prompt_of(40), PrefixTree(LARGE)
+    reader = Spy(Oracle(prompt, VOCAB))
+    reader.taps = frozenset({1})
+    engine = Engine(target, None, reader, max_rows=24)
+    for text in (prompt, [*prompt[:20], 3]):  # the second one splits the first one's node
+        engine.generate(text, 2, prefix_cache=tree)
+
+    def begun() -> tuple[int, list[int]]:
+        cache = target.new_cache(capacity=60, rows=24)
+        _, hidden = tree.begin(target, cache, [*prompt, 5], {1}, forgoes=True)
+        return cache.length, [len(rows) for rows in hidden.values()]
+
+    assert begun() == (40, [40])
+    tree._running.clear()
+    next(node for node in tree._nodes() if not node.start).taps.clear()
+    assert begun() == (40, [])
+
+
 def test_a_model_that_was_changed_begins_anew() -> None:
     model, prompt, tree = new_model("llama"), prompt_of(20), PrefixTree(LARGE)
     engine = Engine(TransformersTarget(model), None)
