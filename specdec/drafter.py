@@ -142,7 +142,8 @@ class ReadbackSession(Protocol):
 class RestingSession(Protocol):
     """A session with taps that can do without the hidden states of text that ran while drafting rested for long.
 
-    Of other sessions the engine asks the target for them in every step, though they propose nothing.
+    That text is this one's, or one of whose beginning this one goes on (a prefix cache). Of other sessions the engine
+    asks the target for them in every step, though they propose nothing, and runs a beginning that lacks them anew.
     """
 
     def missed(self) -> None:

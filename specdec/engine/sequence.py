@@ -107,9 +107,8 @@ class SequenceState:
         self._plain = self._verification
         if isinstance(self._verification, DeviceVerification):  # a plain step reads nothing for the session
             self._plain = DeviceVerification(self._sampler, None, 0, reads_scores=logs)
-        # A kept text has the hidden states of all its tokens.
-        self._forgoes = isinstance(self.session, RestingSession) and request.prefix_cache is None
-        self._missed = False  # whether text ran since the latest draft whose hidden states were not asked for
+        self._forgoes = isinstance(self.session, RestingSession)
+        self._missed = False  # whether there is text since the latest draft whose hidden states are not known
         self.scheduled: ScheduledRows | None = None
         self._top, self.logprobs = request.logprobs, list[TokenLogprobs]()
         self._prefix_cache, self.reused = request.prefix_cache, 0
@@ -139,11 +138,19 @@ class SequenceState:
             self.prefilling = self.context.cache.length < self.context.prompt_length - 1
 
     def _take(self, prefix_cache: PrefixCache) -> KeptText:
-        """Copy the prompt's known beginning from the prefix cache; the session observes it as if it had just run."""
+        """Copy the prompt's known beginning from the prefix cache; the session observes it as if it had just run.
+
+        Where the text depends on drafts, they are those of a text that runs whole: all hidden states must be known.
+        """
+        context, layers = self.context, self.drafter.taps
         with self._target.active():
-            text, taps = prefix_cache.begin(self._target, self.context.cache, self.tokens, self.drafter.taps)
-            self.reused = known = self.context.cache.length
-            for start in range(0, known if taps else 0, self._chunk):
+            text, taps = prefix_cache.begin(
+                self._target, context.cache, self.tokens, layers, forgoes=self._forgoes and not context.isolated
+            )
+            self.reused = context.cache.length
+            known = min(map(len, taps.values()), default=0)
+            self._missed = bool(layers) and known < self.reused
+            for start in range(0, known, self._chunk):
                 part = slice(start, min(start + self._chunk, known))
                 chunk, seen = self.tokens[part], {layer: hidden[part] for layer, hidden in taps.items()}
                 self.session.observe(Observation(None, range(len(chunk)), chunk, taps=seen))

@@ -182,3 +182,18 @@ def test_packed_modules_that_the_caller_calls(switch: str) -> None:
     alone = project(rows)
     with SWITCHES[switch]():
         assert torch.equal(project(rows), alone)
+
+
+def test_threads_and_gradients_that_change_between_the_steps() -> None:
+    engine, number = Engine(target_for("native"), None, "lookahead"), 0
+    one = engine.start(PROMPT, NEW)
+    with torch.no_grad():  # which a test leaves as it was
+        while one.finish_reason is None:
+            torch.set_num_threads(1 + number % 2)
+            torch.set_grad_enabled(bool(number % 3))
+            with engine.target.active():
+                one.prefill() if one.sequence.prefilling else one.step()
+            number += 1
+    torch.set_num_threads(1)
+    assert number > 3
+    assert one.tokens[len(PROMPT) :] == expected("native")[0]

@@ -174,15 +174,18 @@ def test_a_drafter_takes_the_steps_that_it_would_take_without(drafter: str, tmp_
 
 
 def test_hidden_states_that_were_not_kept(tmp_path: Path) -> None:
-    """A drafter that needs them after one that does not: anew, once; the other way round there is no need."""
+    """Who cannot do without them runs what lacks them, once; others go on from the keys."""
     target, prompt, kept = target_of("llama"), prompt_of(40), PrefixCache()
+    reader, plain = Spy(Oracle(prompt, VOCAB)), Engine(target, None)
+    reader.taps = frozenset({1})
+    needy = Engine(target, None, reader, **SIZES)
     medusa = Engine(target, None, settings_of("medusa", target, tmp_path)[0], **SIZES)
     reused = []
-    for engine in (Engine(target, None), medusa, medusa, Engine(target, None), medusa):
+    for engine in (plain, needy, needy, plain, needy, plain, medusa, medusa):
         out = engine.generate(prompt, 8, prefix_cache=kept)
         assert out.token_ids == greedy("llama", prompt, 8)
         reused.append(out.stats.reused_tokens)
-    assert reused == [0, 0, 39, 39, 0]
+    assert reused == [0, 0, 39, 39, 0, 39, 39, 39]
 
 
 def test_hidden_states_of_a_step_that_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +203,7 @@ def test_hidden_states_of_a_step_that_was_missed(monkeypatch: pytest.MonkeyPatch
                 decoding.step()
         while decoding.finish_reason is None:
             decoding.step()
-    assert engine.generate(decoding.tokens, 1, prefix_cache=kept).stats.reused_tokens == 0
+    assert engine.generate(decoding.tokens, 1, prefix_cache=kept).stats.reused_tokens == 19  # the prompt's
 
 
 @pytest.mark.few(1)
