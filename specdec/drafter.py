@@ -93,7 +93,7 @@ class Observation:
             sessions are appended.
         path: accepted rows, root first, which are committed now; for a chunk all of its rows.
         tokens: the emitted tokens, bonus last; for a chunk its tokens. ``Context.tokens`` holds them already.
-        scores: scores of the draft's scored rows; None for a chunk.
+        scores: what the forward gave of the draft's scored rows; None for a chunk.
         taps: the drafter's ``taps``: layer -> [T, D], all rows of the block.
         readback: the result of the session's ``readback``, copied from the device; None if it was not called.
     """
