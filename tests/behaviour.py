@@ -27,7 +27,8 @@ from specdec import Context, Draft, Observation, SamplingParams
 from specdec.costs.machine import processor
 from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.native import library as native
-from specdec.target import FINAL, TargetOutput
+from specdec.step.step_output import StepOutput
+from specdec.target import FINAL
 from tests import models, seam
 from tests.exactness.cases import Case, draw
 from tests.exactness.targets import Targets, engine_of
@@ -74,9 +75,9 @@ def forwards(target: Any) -> str:
     states = {0, 1, target.num_layers, FINAL} if hasattr(target.runner, "run") else set()
     found = list[str]()
 
-    def add(output: TargetOutput) -> None:
+    def add(output: StepOutput) -> None:
         logits = () if output.logits is None else (output.logits,)
-        found.append(digest(*logits, *(output.taps[place] for place in sorted(output.taps))))
+        found.append(digest(*logits, *(output.hidden[place] for place in sorted(output.hidden))))
 
     with target.active():
         own, *others = (seam.text(target).fill(PROMPT[:length], 16) for length in (9, 5, 2))

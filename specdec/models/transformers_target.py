@@ -79,6 +79,7 @@ from specdec.runners.sent_rows import rows_on
 from specdec.runners.snapshot import Outline, Snapshot
 from specdec.runners.visibility import bucket
 from specdec.runners.whole_model import WholeModelRunner
+from specdec.sampling.sampler import Sampler
 from specdec.settings.arguments import checked
 from specdec.settings.copies import NotCopied
 from specdec.settings.files import cache_folder
@@ -88,7 +89,7 @@ from specdec.step.first_time import FirstTimes
 from specdec.step.joining import beginning, joined
 from specdec.step.pages import PAGE
 from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput, Wanted
-from specdec.target import TargetOutput
+from specdec.step.step_output import StepOutput
 
 __all__ = ["TransformersTarget", "time_runners"]
 
@@ -129,6 +130,7 @@ class TransformersTarget(NotCopied):
         ForkError: see :class:`specdec.costs.machine.Threads`.
     """
 
+    shared = False
     instead = (
         "share it: Engine(target, ...); in another process (started by 'spawn') load a new one: "
         "TransformersTarget.from_pretrained(...); plain_model() gives a model that can be copied"
@@ -379,7 +381,7 @@ class TransformersTarget(NotCopied):
                 if each <= bucket(rows) and exit_layer is None:
                     self.forward(rows_for(count, each, each, wanted=wanted))
                 elif each <= bucket(rows):
-                    early = self.forward(rows_for(count, each, each, plan=plan, wanted=NOTHING)).hidden
+                    early = self.forward(rows_for(count, each, each, plan=plan, wanted=NOTHING)).out
                     entering = Entering(exit_layer or 0, early[:each])
                     self.forward(rows_for(count, each, each, wanted=wanted, entering=entering))
                 for whole in (size for size in sizes if each < size <= bucket(levels or 1)):
@@ -390,7 +392,7 @@ class TransformersTarget(NotCopied):
         autocast = self.runner.name in ("transformers", "modules")  # these modules are called as they are
         return torch_switches.steps(autocast=autocast)
 
-    def forward(self, step: StepInput) -> TargetOutput:
+    def forward(self, step: StepInput) -> StepOutput:
         first_times, plan = FirstTimes.seen, step.plan
         if step.entering is not None:
             output = self._run_stages(step, step.entering)
@@ -402,7 +404,7 @@ class TransformersTarget(NotCopied):
         output.first_time = FirstTimes.seen != first_times
         return output
 
-    def _run_stages(self, step: StepInput, entering: Entering) -> TargetOutput:
+    def _run_stages(self, step: StepInput, entering: Entering) -> StepOutput:
         """Rows with hidden states join at their layer; the other rows are run up to that layer first."""
         layers: Any = entering.layer
         stages, wanted = sorted({*layers}), Wanted(NOTHING.logits, 0, step.wanted.hidden)
@@ -413,31 +415,33 @@ class TransformersTarget(NotCopied):
             brought = None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
             own = step if layer == stages[-1] else beginning(step, sum(one <= layer for one in layers), wanted)
             output = self._run(own, max(layer, 0), after, brought)
-            hidden = output.hidden
-            found |= output.taps
-        output.taps = found
+            hidden = output.out
+            found |= output.hidden
+        output.hidden = found
         return output
 
-    def _run(self, step: StepInput, first: int, last: int | None, hidden: torch.Tensor | None) -> TargetOutput:
+    def _run(self, step: StepInput, first: int, last: int | None, hidden: torch.Tensor | None) -> StepOutput:
         """Rows through layers [first, last), None for all; ``hidden``: of rows that do not begin with their tokens."""
         rows, last = rows_on(self.device, step, self.backend), self.num_layers if last is None else last
         if step.plan.parts:
             return self._run_parts(rows, first, last, hidden)
         return self._run_layers(rows, first, last, hidden)
 
-    def _run_layers(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
-        runner, taps, logits = self.runner, rows.step.wanted.hidden, None
+    def _run_layers(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
+        runner, taps = self.runner, rows.step.wanted.hidden
         if hidden is None and not (runner.looks_up and self.joints.plain):
             hidden = self.joints.embedding(runner.enter(rows))
         if last < self.num_layers:
             hidden, found = runner.run(hidden, rows, first, last, taps)
+            output = StepOutput(out=hidden, hidden=found)
         else:
-            hidden, found, logits = runner.finish(hidden, rows, first, last, self.joints)
+            output = runner.finish(hidden, rows, first, last, self.joints)
         if last in taps:
-            found[last] = hidden
-        return TargetOutput(logits, hidden, found, rows=rows)
+            output.hidden[last] = output.out
+        output.sent = rows
+        return output
 
-    def _run_parts(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
+    def _run_parts(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
         """The same where parts of layers are left out."""
         for parts, begin, end in rows.step.plan.runs(first, last):
             if hidden is None and (begin or parts is not Part.BOTH):
@@ -449,11 +453,13 @@ class TransformersTarget(NotCopied):
             elif end == self.num_layers:
                 return self._run_layers(rows, begin, end, hidden)
             else:
-                hidden = self._run_layers(rows, begin, end, hidden).hidden
+                hidden = self._run_layers(rows, begin, end, hidden).out
         hidden = self.embed(rows.step.ids) if hidden is None else hidden
         # Where the last layer is left out, wholly or in part, the head reads what came before.
         ends = last == self.num_layers and not rows.step.wanted.nothing
-        return TargetOutput(self.head(self.norm(hidden)) if ends else None, hidden, rows=rows)
+        return StepOutput(
+            self.head(self.norm(hidden)) if ends else None, rows.step.wanted.scored, out=hidden, sent=rows
+        )
 
     def half_layers(self, without: Without) -> LayerRunner | None:
         """A runner of all layers without their attention or their MLP; None where they cannot be run so."""
@@ -519,6 +525,9 @@ class TransformersTarget(NotCopied):
         weight = weight if tokens is None else weight[tokens.to(self.head_device)]
         kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
         return HeadOf(kernel, self.joints)
+
+    def greet(self, sampler: Sampler, **others: Any) -> None:
+        """As :meth:`Target.greet`: one process agrees with itself."""
 
     def check_unchanged(self) -> None:
         """Called before every generation.

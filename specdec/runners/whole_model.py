@@ -20,8 +20,9 @@ from specdec.runners.boundary_ops import Joints
 from specdec.runners.experts import choose_all
 from specdec.runners.replicas import Replicas
 from specdec.runners.rows import Rows, TextRows
-from specdec.runners.runner import Finished, LayerRunner
+from specdec.runners.runner import LayerRunner
 from specdec.step.slots import LayerSpec
+from specdec.step.step_output import StepOutput
 
 __all__ = ["Sees", "WholeModelRunner"]
 
@@ -113,7 +114,7 @@ class WholeModelRunner(LayerRunner):
                 "eval()"
             )
 
-    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> Finished:
+    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> StepOutput:
         wanted = rows.step.wanted
         if hidden is not None or wanted.hidden:
             self.run(hidden, rows, first, last, wanted.hidden)
@@ -122,7 +123,8 @@ class WholeModelRunner(LayerRunner):
         for part in rows.parts:
             found.append(self._logits(part, [row - part.begins for row in every if part.begins <= row < part.ends]))
         logits = torch.cat(found)
-        return logits.new_empty(rows.rows, 0), {}, None if wanted.nothing else logits
+        out = logits.new_empty(rows.rows, 0)
+        return StepOutput(out=out) if wanted.nothing else StepOutput(logits, wanted.scored, out=out)
 
     def _logits(self, part: TextRows, rows: Sequence[int]) -> torch.Tensor:
         """[R, V] of one sequence's rows, of which the logits of these are read."""

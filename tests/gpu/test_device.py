@@ -24,10 +24,10 @@ from specdec.runners.attention import BACKENDS as ALL_BACKENDS
 from specdec.runners.attention import attend
 from specdec.runners.graphs import CudaRecorder
 from specdec.sampling.noise import Noise, inverse_bits
-from specdec.sampling.scores import finite_argmax
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.later import Later
+from specdec.step.step_output import finite_argmax
 from specdec.step.tree import ancestors
 from tests import seam
 from tests.fakes import Alternating
@@ -197,7 +197,7 @@ def test_replayed_steps_are_those_that_are_launched(family: str) -> None:
                 assert one.logits is not None
                 assert other.logits is not None
                 assert (one.logits - other.logits).abs().max() < 1e-3 * other.logits.abs().max()
-                assert (one.taps[1] - other.taps[1]).abs().max() < 1e-3 * other.taps[1].abs().max()
+                assert (one.hidden[1] - other.hidden[1]).abs().max() < 1e-3 * other.hidden[1].abs().max()
     assert "recorded" in target.runner.graphs("auto")
 
 

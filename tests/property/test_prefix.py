@@ -205,7 +205,7 @@ class Talks(RuleBasedStateMachine):
         with self.target.active():
             fresh = own.run(self.texts[-1][:count], taps=(0, 2, FINAL), rows=())
         for layer, rows in seen.items():
-            torch.testing.assert_close(rows, fresh.taps[layer])
+            torch.testing.assert_close(rows, fresh.hidden[layer])
 
     @rule(
         data=st.data(), sizes=sizes, kept=st.integers(0, 1), cut=st.integers(0, 9), more=added, chunks=st.integers(0, 4)

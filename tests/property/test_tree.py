@@ -160,10 +160,10 @@ def test_rows_that_enter_late_are_rows_that_went_through(
             if first < last:
                 piece = draft.tokens[first:last]
                 early = texts[1].run(piece, parents[:last], first=first, exit_layer=layer, rows=())
-                features.append(early.hidden)
+                features.append(early.out)
         entry = Entering(layer, torch.cat(features))
         late = texts[1].run(draft, entry=entry)
-        torch.testing.assert_close(entry.hidden, whole.taps[layer], **NEAR)
+        torch.testing.assert_close(entry.hidden, whole.hidden[layer], **NEAR)
         torch.testing.assert_close(late.logits, whole.logits, **NEAR)
         path = path_to(parents, len(draft) - 1)
         for own in texts:

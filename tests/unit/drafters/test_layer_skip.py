@@ -119,11 +119,11 @@ def test_native_halves_make_the_whole_layer(family: str, tmp_path: Path) -> None
         given = target.embed(tokens)
         for layer in range(target.num_layers):
             entry = Entering(layer, given)
-            whole = own.run(tokens, entry=entry, exit_layer=layer + 1, rows=()).hidden
+            whole = own.run(tokens, entry=entry, exit_layer=layer + 1, rows=()).out
             got = given
             for part in (Part.ATTENTION, Part.MLP):
                 plan, entry = LayerPlan(layer + 1, (part,) * target.num_layers), Entering(layer, got)
-                got = target.forward(other.rows(tokens, plan=plan, wanted=NOTHING, entry=entry)).hidden
+                got = target.forward(other.rows(tokens, plan=plan, wanted=NOTHING, entry=entry)).out
             assert torch.equal(got, whole)
             given = whole
         own.commit(range(len(tokens)))

@@ -147,7 +147,7 @@ def test_a_drafter_is_shown_the_hidden_states_of_all_tokens(drafter: str, tmp_pa
         assert len(text) >= len(prompt) + 30
         with target.active():
             fresh = seam.text(target, capacity=100, rows=100).run(text, taps=(layer,), rows=())
-        torch.testing.assert_close(rows, fresh.taps[layer])
+        torch.testing.assert_close(rows, fresh.hidden[layer])
 
 
 @pytest.mark.slow

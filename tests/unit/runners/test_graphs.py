@@ -17,11 +17,12 @@ import torch
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
-from specdec.engine import device_step
+from specdec.engine import verification
 from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import CacheError, SpecdecWarning, TargetError
+from specdec.runners import sent_rows
 from specdec.runners.cuda import CudaRunner
 from specdec.runners.graphs import CudaRecorder
 from specdec.runners.runner import LayerRunner
@@ -71,10 +72,10 @@ class Both:
 
     def compare(self, outputs: list[Any]) -> None:
         one, other = outputs
-        for name in ("logits", "hidden"):
+        for name in ("logits", "out"):
             assert (getattr(one, name) - getattr(other, name)).abs().max() < 1e-11
-        assert one.taps.keys() == other.taps.keys()
-        assert all((one.taps[tap] - other.taps[tap]).abs().max() < 1e-11 for tap in one.taps)
+        assert one.hidden.keys() == other.hidden.keys()
+        assert all((one.hidden[tap] - other.hidden[tap]).abs().max() < 1e-11 for tap in one.hidden)
         first, second = self.texts
         assert first.length == second.length
         for mine, theirs in zip(first.stored(), second.stored(), strict=True):
@@ -129,15 +130,15 @@ def test_layers_in_parts(recorder: Recorder) -> None:
             early: dict[str, Any] = {"again": again, "exit_layer": 1, "taps": {0, 1}}
             parts = [own.run([tokens[row]], first=row, **early) for row in range(3)]
             parts.append(own.run(tokens[3:], parents, first=3, **early))
-            hidden = torch.cat([part.hidden for part in parts])
+            hidden = torch.cat([part.out for part in parts])
             rest = own.run(draft, again=again, entry=Entering(1, hidden), taps={1, 2})
             found.append((parts, rest, own.run(draft, again=again, taps={1, 2})))
     for mine, theirs in zip(found[0][0], found[1][0], strict=True):
         for tap in (0, 1):
-            assert (mine.taps[tap] - theirs.taps[tap]).abs().max() < 1e-12
+            assert (mine.hidden[tap] - theirs.hidden[tap]).abs().max() < 1e-12
     for mine, theirs in ((found[0][1], found[1][1]), (found[0][2], found[1][2]), (found[0][1], found[0][2])):
         assert (mine.logits - theirs.logits).abs().max() < 1e-12
-    assert found[0][1].taps.keys() == {1, 2}
+    assert found[0][1].hidden.keys() == {1, 2}
 
 
 @pytest.mark.slow
@@ -221,18 +222,18 @@ def test_the_head_argmax_and_draws_are_in_the_graph(
     both = zip(prompts, sampling, strict=True)
     expected = [Engine(plain, None, options, max_rows=8).generate(prompt, 16, one).token_ids for prompt, one in both]
     engine, inside, drawn = Engine(target, None, options, max_rows=8), list[bool](), list[bool]()
-    finish, decide = LayerRunner.finish, device_step.decide
+    finish, decide = LayerRunner.finish, verification.decide
 
     def behind(own: Any, hidden: Any, rows: Any, *rest: Any) -> Any:
         inside.append(not rows.again)
         return finish(own, hidden, rows, *rest)
 
-    def decided(sampler: Any, scores: Any, depths: Any) -> Any:
-        drawn.append(bool(depths) and sampler.sample)
-        return decide(sampler, scores, depths)
+    def decided(sampler: Any, output: Any, depths: Any) -> Any:
+        drawn.append(sampler.sample)
+        return decide(sampler, output, depths)
 
     monkeypatch.setattr(LayerRunner, "finish", behind)
-    monkeypatch.setattr(device_step, "decide", decided)
+    monkeypatch.setattr(verification, "decide", decided)
     found = engine.generate_batch(prompts, 16, sampling, batch=4)
     assert [one.error for one in found] == [None] * 4
     assert [one.token_ids for one in found] == expected
@@ -265,7 +266,7 @@ def test_the_walk_and_the_commit_are_in_the_graph(
     ends = [text[len(text) // 2] for text in expected]  # cut in the midst of what a step accepted
     stopped = [text[: text.index(end) + 1] for text, end in zip(expected, ends, strict=True)]
     by_host, by_graph, walks = list[int](), list[int](), list[int]()
-    commit, last_row = KVCache.commit, device_step.last_row
+    commit, last_row = KVCache.commit, sent_rows.last_row
 
     def committed(cache: KVCache, path: Sequence[int]) -> None:
         moved = cache.moved
@@ -274,7 +275,7 @@ def test_the_walk_and_the_commit_are_in_the_graph(
         commit(cache, path)
 
     monkeypatch.setattr(KVCache, "commit", committed)
-    monkeypatch.setattr(device_step, "last_row", lambda *arrays: (walks.append(1), last_row(*arrays))[1])
+    monkeypatch.setattr(sent_rows, "last_row", lambda *arrays: (walks.append(1), last_row(*arrays))[1])
     engine = Engine(target, None, options, max_rows=12)
     found = engine.generate_batch(prompts, [20 + 9 * n for n in range(4)], sampling, batch=3)
     assert [one.token_ids for one in found] == expected
@@ -406,7 +407,7 @@ def test_rows_that_a_device_has_moved_do_not_enter_again(recorder: Recorder) -> 
     own, rows = seam.text(target), [3, 5, 4]
     decide = np.ones(3, dtype=np.bool_)
     with target.active():
-        entry = Entering(1, own.run(rows, [-1, 0, 0], exit_layer=1).hidden)
+        entry = Entering(1, own.run(rows, [-1, 0, 0], exit_layer=1).out)
         step = own.rows(rows, [-1, 0, 0], wanted=Wanted(decide=decide))
         first = target.forward(step)
         assert step.texts[0].moved

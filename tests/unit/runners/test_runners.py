@@ -30,7 +30,7 @@ from specdec.runners.known_layers import KnownLayer, UnknownModule
 from specdec.runners.layers import FusedLayer, FusedNorm
 from specdec.runners.linear import PackedLinear
 from specdec.runners.native import NativeRunner
-from specdec.sampling.scores import Scores
+from specdec.step.step_output import StepOutput
 from tests import models
 from tests.tiers import each_once
 
@@ -400,9 +400,8 @@ def test_native_layers_that_differ_are_not_taken(dtype: torch.dtype, monkeypatch
     finish = NativeRunner.finish
 
     def odd(*arguments: Any) -> Any:
-        hidden, found, scores = finish(*arguments)
-        logits = scores.logits if isinstance(scores, Scores) else scores
-        return hidden, found, 1.5 * logits + logits.roll(1)
+        output = finish(*arguments)
+        return StepOutput(1.5 * output.given + output.given.roll(1), output.rows, out=output.out, hidden=output.hidden)
 
     monkeypatch.setattr(NativeRunner, "finish", odd)
     model = models.new_model("llama", dtype, tie_word_embeddings=True, **SIZES)
