@@ -159,8 +159,8 @@ def perplexity(options: argparse.Namespace) -> None:
     cases: dict[str, dict[str, Any]] = {
         "blocks": {},
         "blocks, int8 rows": {"activations": "int8"},
-        "dequantised, bfloat16": {"execution": "transformers", "dtype": "bfloat16"},
-        "dequantised, float32": {"execution": "transformers", "dtype": "float32"},
+        "dequantised, bfloat16": {"execution": "modules", "dtype": "bfloat16"},
+        "dequantised, float32": {"execution": "modules", "dtype": "float32"},
     }
     for name, given in cases.items():
         engine = Engine.from_pretrained(options.file, **given)

@@ -167,6 +167,9 @@ class Target(Protocol):
     def forward(self, step: StepInput) -> TargetOutput:
         """Run rows of one sequence or several, as ``step`` says."""
 
+    def check_layers(self, asked: str) -> None:
+        """Raises ConfigError where no layer can be entered, left or skipped, which ``asked`` (a drafter) does."""
+
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
 
