@@ -37,6 +37,7 @@ from specdec.models.inspection import (
     decoder_parts,
     device_of,
     eos_ids_of,
+    last_norm,
     refuse_unfit,
     weight_of,
     weights_in,
@@ -229,7 +230,7 @@ class TransformersTarget(NotCopied):
             reasons = ((name, maker.why_not(name, attention)) for name in ("native", "fused"))
             others = {name: reason for name, reason in reasons if reason is not None}
             if named in others or len(others) > 1:
-                raise TargetError(others.get(named, others["fused"]))
+                raise TargetError(others[named if named in others else "fused"])
             self._walk(maker, expected, tokens, attention)
         except TargetError as error:
             if named != "auto":
@@ -293,7 +294,8 @@ class TransformersTarget(NotCopied):
         self._joints = None
         try:
             masks = whole_masks(self.model)
-            runner = WholeModelRunner(self.model, self._norm, self.num_layers, self.device, masks, tokens)
+            norm = None if self._unread is not None else partial(last_norm, self.name, self.model)
+            runner = WholeModelRunner(self.model, norm, self.num_layers, self.device, masks, tokens)
             self.runner, self.specs, self.options["runner"] = runner, runner.specs, runner.name
             self._reference = Reference(self.model, expected, self, self.specs, tokens)
             off = self._differs(runner)
@@ -729,11 +731,12 @@ class TransformersTarget(NotCopied):
             try:
                 if self._unread is not None:
                     raise self._unread
-                self._joints = self._read_joints(tokens_for(self.vocab_size))
-            except TargetError as error:
+                embedding: Any = self.model.get_input_embeddings()
+                self._joints = self._read_joints(tokens_for(len(weight_of(embedding))))
+            except Exception as error:  # code of others: it may raise anything
                 raise TargetError(
                     f"{self.name} is run by its own forward as a whole, and its embedding, last norm and head cannot "
-                    f"be called by themselves: {error}; choose a drafter that reads tokens alone, such as "
+                    f"be called by themselves: {first_line(error)}; choose a drafter that reads tokens alone, such as "
                     "prompt_lookup or lookahead"
                 ) from error
         return self._joints

@@ -40,7 +40,7 @@ class WholeModelRunner(LayerRunner):
 
     Args:
         model: any ``...ForCausalLM`` that decodes with keys and values of every token.
-        norm: its last norm; None where that is not known.
+        norm: gives its last norm as it is now; None where that is not known.
         layers: how many it has.
         device: where it takes tokens.
         sees: its masks by layer type, or the one of all layers; None where it makes them without transformers' helpers.
@@ -58,7 +58,7 @@ class WholeModelRunner(LayerRunner):
     def __init__(
         self,
         model: PreTrainedModel,
-        norm: nn.Module | None,
+        norm: Callable[[], nn.Module] | None,
         layers: int,
         device: torch.device,
         sees: Mapping[str, Sees] | Sees | None,
@@ -67,11 +67,7 @@ class WholeModelRunner(LayerRunner):
         self._model: Any = model
         self._called = type(model).__name__
         self._device, self._sees, self._layers = device, sees, layers
-        self._keeps = _takes(model, "logits_to_keep")
-        self.embed = Evaluated(model.get_input_embeddings())
-        self._last_norm = norm
-        self.norm = self._no_norm if norm is None else Evaluated(norm)
-        self.head = Evaluated(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+        self._keeps, self._norm_of = _takes(model, "logits_to_keep"), norm
         self.look()
         self.specs, self._numbers = self._read_specs(tokens)
 
@@ -104,6 +100,9 @@ class WholeModelRunner(LayerRunner):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         raise TargetError(f"{self._called} is run by its whole forward, which nothing can leave early or enter late")
 
+    def graphs(self, backend: str) -> str:
+        return "not used: the model's own forward is called as a whole"
+
     @contextmanager
     def every_expert(self) -> Iterator[None]:
         former = self._model
@@ -120,7 +119,10 @@ class WholeModelRunner(LayerRunner):
         Raises:
             TargetError: its attention takes no mask of ours, or it is in a training mode that changes its numbers.
         """
-        super().look()
+        self.embed = Evaluated(self._model.get_input_embeddings())
+        self.head = Evaluated(self._model.get_output_embeddings())
+        self._last_norm = None if self._norm_of is None else self._norm_of()
+        self.norm = self._no_norm if self._last_norm is None else Evaluated(self._last_norm)
         attention = str(getattr(self._model.config.get_text_config(), "_attn_implementation", None))
         if _FLASH in attention:
             raise TargetError(
@@ -142,7 +144,7 @@ class WholeModelRunner(LayerRunner):
             own = [row - part.begins for row in every if part.begins <= row < part.ends]
             with self._before_norm(self._layers in wanted.hidden) as before:
                 output = self._run(part, own, wanted.hidden)
-            logits.append(self._chosen(output.logits[0], own, part.rows))
+            logits.append(_chosen(output.logits[0], own, part.rows))
             for tap in wanted.hidden:
                 taps.setdefault(tap, []).append(self._tap(output, before, tap, part.rows))
         found = {tap: parts[0] if len(parts) == 1 else torch.cat(parts) for tap, parts in taps.items()}
@@ -156,20 +158,14 @@ class WholeModelRunner(LayerRunner):
             options["attention_mask"] = self._masks(part)
         if taps:
             options["output_hidden_states"] = sorted(self._layers if tap == FINAL else tap for tap in taps)
-        if self._keeps and len(rows) < part.rows:  # the head of a prompt's rows would be the largest tensor by far
-            options["logits_to_keep"] = torch.tensor(rows, device=self._device) if rows else 1
+        if self._keeps and (count := _last_of(rows, part.rows)):
+            options["logits_to_keep"] = count  # the head of a prompt's rows would be the largest tensor by far
         cache: Any = _TextCache(part, self._numbers)
         return self._forward(part.tokens.to(self._device), past_key_values=cache, **options)
 
     def _forward(self, tokens: torch.Tensor, **options: Any) -> Any:
         with torch.inference_mode():
             return self._model(tokens, use_cache=True, **options)
-
-    def _chosen(self, logits: torch.Tensor, rows: Sequence[int], count: int) -> torch.Tensor:
-        """[R, V] of these rows, of a forward of ``count`` rows."""
-        if len(rows) == count or (self._keeps and rows):
-            return logits
-        return logits.index_select(0, torch.tensor(rows, dtype=torch.long, device=logits.device))
 
     @contextmanager
     def _before_norm(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
@@ -224,6 +220,23 @@ class WholeModelRunner(LayerRunner):
 
 
 _BY_TOKENS = "choose a drafter that reads tokens alone, such as prompt_lookup or lookahead"
+
+
+def _last_of(rows: Sequence[int], count: int) -> int:
+    """How many of the last of ``count`` rows hold these, and one at least; 0 for all.
+
+    By number: an index of single rows would lie on another device than the hidden states where a model has several.
+    """
+    kept = count - rows[0] if rows else 1
+    return 0 if kept == count else kept
+
+
+def _chosen(logits: torch.Tensor, rows: Sequence[int], count: int) -> torch.Tensor:
+    """[R, V] of these rows, of the logits [n, V] of the last n of ``count`` rows."""
+    if len(rows) == len(logits):
+        return logits
+    first = count - len(logits)
+    return logits.index_select(0, torch.tensor([row - first for row in rows], dtype=torch.long, device=logits.device))
 
 
 def _takes(model: Any, option: str) -> bool:

@@ -19,7 +19,7 @@ __all__ = ["DRAFTERS", "ENDS", "KINDS", "LOADS", "PROCESSED", "SAMPLINGS", "Case
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", *MIXTURES, "olmoe")
 _INT4 = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    *(("modules", "float64", FAMILIES) for _ in range(2)),
+    *(("modules", "float64", FAMILIES) for _ in range(3)),
     *((executor, "float64", FUSED) for executor in ("fused", "split")),
     *(("native", dtype, _KNOWN) for dtype in ("float32", "bfloat16", "bfloat16")),
     *(("native", method, _INT4) for method in ("gptq", "awq")),
@@ -146,6 +146,9 @@ def draw(seed: int) -> Case:
 
 def _possible(case: Case) -> Case:
     """The case without what its other parts do not take."""
+    if case.executor == "modules" and case.drafter in OF_LAYERS:
+        family = case.family if case.family in FUSED else FUSED[case.seed % len(FUSED)]
+        case = replace(case, executor="fused", family=family)
     changes: dict[str, Any] = {}
     if case.executor == "tensor":
         changes |= {"load": "one", "end": case.end if case.end in ("length", "budget") else "stop token"}
@@ -162,7 +165,7 @@ def _possible(case: Case) -> Case:
         changes |= {"sampling": "penalty"} if case.rejects or case.sampling in PROCESSED else {}
     elif case.load == "mixed" and case.rejects:
         changes["load"] = "batch"
-    if case.executor in ("modules", "tensor") and case.drafter in OF_LAYERS:
+    if case.executor == "tensor" and case.drafter in OF_LAYERS:
         changes["drafter"] = "eagle" if case.seed % 2 else "medusa"
     case = replace(case, **changes)
     if case.rejects:  # the text at a seed depends on the room that drafts have, and so on where the text would end
