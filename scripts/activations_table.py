@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/quantised.md"
 MARKS = "<!-- activations_table -->\n", "<!-- end -->"
 WINDOW, PART = 512, 128  # tokens that see each other; rows of a forward, for whose logits there must be memory
-REFERENCE = {"execution": "transformers", "dtype": "float32"}
+REFERENCE = {"execution": "modules", "dtype": "float32"}
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     "default rows": {},
     "int8 rows": {"activations": "int8"},
     "int8 rows, float32": {"activations": "int8", "dtype": "float32"},
     "llama.cpp": None,
-    "dequantised, bfloat16": {"execution": "transformers", "dtype": "bfloat16"},
+    "dequantised, bfloat16": {"execution": "modules", "dtype": "bfloat16"},
 }
 LLAMA = "2026.9.11063"
 """The version of xllamacpp whose structures these are."""

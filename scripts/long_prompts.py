@@ -6,7 +6,7 @@
 Each length has a process of its own, so that the peak of its memory is the largest resident set. The prompt is
 Python's standard library, as text. ``none`` runs it and writes ``--new`` tokens; the drafter goes on from the kept
 prompt and must write the same. The reference is the model's own modules with torch's attention
-(``execution="transformers"``), which share no layer with native ones: the last column is how far the log-probability of
+(``execution="modules"``), which share no layer with native ones: the last column is how far the log-probability of
 the first new token is away from theirs. Prints a table; ends with 1 where a text differs.
 """
 
@@ -91,7 +91,7 @@ def main(
         setup = {"model": model, "length": length, "threads": threads, "new": new, "drafter": drafter}
         own, away = apart({**setup, "execution": "auto"}), ""
         if reference:
-            theirs = apart({**setup, "execution": "transformers", "drafter": "", "new": 1})
+            theirs = apart({**setup, "execution": "modules", "drafter": "", "new": 1})
             (token, logprob), (other, its) = own["first"], theirs["first"]
             away = f"{abs(logprob - its):.1e}" if token == other else f"{token}, not {other}"
         if not own["equal"] or own["reused"] != length - 1:

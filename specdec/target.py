@@ -56,6 +56,9 @@ class Target(Protocol):
     def greet(self, sampler: Sampler, **others: Any) -> None:
         """At the start of a text, see that all processes begin the same one; ``others``: what else decides the text."""
 
+    def check_layers(self, asked: str) -> None:
+        """Raises ConfigError where no layer can be entered, left or skipped, which ``asked`` (a drafter) does."""
+
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
 

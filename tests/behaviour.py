@@ -38,7 +38,7 @@ FILE = Path(__file__).with_suffix(".json")
 ALL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 KINDS = (
     ("modules", "float64", models.FAMILIES),
-    ("fused", "float64", ("llama", "gemma2")),
+    ("fused", "float64", ("llama",)),
     ("native", "float32", (*ALL, "mixtral")),
     ("native", "bfloat16", (*ALL, "qwen3_moe")),
     ("native", "gptq", ("llama",)),
@@ -88,7 +88,7 @@ def forwards(target: Any) -> str:
         chain, plain = Draft.chain(models.prompt_of(3)), Draft.chain(models.prompt_of(1))
         add(seam.run_together([own, *others], [TREE, chain, plain], taps=states))
         add(seam.run_together([own, *others], [plain] * 3))
-        if states:
+        if states and not target.runner.whole:
             add(own.run(TREE, exit_layer=1, taps={1}))
     return " ".join(found)
 
@@ -119,6 +119,8 @@ def behaviour(targets: Targets) -> Iterator[tuple[str, str]]:
             if family not in DRAFTED and len(families) > 2:
                 continue
             for number, drafter in enumerate(drafter_names()):
+                if executor == "modules" and drafter in models.OF_LAYERS:
+                    continue
                 tried = 5 if family == "llama" and {executor, form} & {*WHOLE} else 1
                 settings = [targets.settings(replace(case, setting=one), target, drafter) for one in range(tried)]
                 for one, chosen in enumerate(

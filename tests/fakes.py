@@ -46,6 +46,9 @@ class Reciter:
         self.forwards: list[int] = []  # rows of each
         self.options: dict[str, Any] = {}
 
+    def check_layers(self, asked: str) -> None:
+        pass
+
     def check_unchanged(self) -> None:
         pass
 

@@ -113,6 +113,11 @@ class Mtp(HeadDrafter):
                 f"mtp makes layers of the class that the target's are of, and this {type(target).__name__} is no "
                 "transformers decoder; use another drafter"
             )
+        if getattr(target.decoder, "rotary_emb", None) is None or not len(target.layers):
+            raise CheckpointError(
+                f"mtp makes layers of the class that the target's are of, and specdec knows no layers with rotary "
+                f"positions in this {target.name}; use another drafter"
+            )
         folder = Path(config.head) if config.head is not None else own_layers(target)
         if folder is None:
             raise CheckpointError(

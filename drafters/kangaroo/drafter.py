@@ -103,6 +103,7 @@ class Kangaroo(DrafterBase):
 
     def __init__(self, config: KangarooConfig, adapter: Adapter, target: Target) -> None:
         super().__init__(config)
+        target.check_layers(self.name)
         self.vocabulary = DraftVocabulary(adapter.draft_tokens, target)
         self.adapter = AdapterStep(adapter, self.vocabulary.head, target.norm)
         self.batch_invariant = self.adapter.batch_invariant and target.batch_invariant

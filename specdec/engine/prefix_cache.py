@@ -110,6 +110,10 @@ class PrefixCache(NotCopied):
     def __init__(self) -> None:
         self._kept: KeptText | None = None
 
+    def clear(self) -> None:
+        """Forget the text, as after an edit of the model that no weight shows: a hook, a number, another adapter."""
+        self._kept = None
+
     def __copy__(self) -> PrefixCache:
         branch = type(self)()
         branch._kept = self._kept  # only read from now on

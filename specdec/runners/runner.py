@@ -42,6 +42,7 @@ class LayerRunner(ABC):
         pages: whether its kernels read caches in pages.
         recording: what drafters on its device have their passes recorded by; None where nothing is recorded.
         looks_up: whether ``run`` and ``finish`` accept None for hidden states, and embed the rows' tokens themselves.
+        whole: whether ``finish`` is all that it can: no layers are run by themselves, and none is entered or left.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
         head: [..., D] that passed the last norm to logits [..., V], before any soft cap.
@@ -52,6 +53,7 @@ class LayerRunner(ABC):
     varies: str | None = "torch's products and attention sum in another order for other numbers of rows"
     experts: str | None = None
     looks_up: bool = False
+    whole: bool = False
     pages: bool = False
     recording: Recording | None = None
     embed: Callable[[torch.Tensor], Any]

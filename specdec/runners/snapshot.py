@@ -218,11 +218,12 @@ class Outline:
     of further operations around the layers, and the device and dtype of embeddings.
 
     Args:
+        modules: the model and its decoder; none where they are called themselves.
         config: the text config.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, config: Any, embedding: nn.Module) -> None:
-        self._modules, self._config, self._embedding = (model, decoder), config, embedding
+    def __init__(self, modules: Sequence[nn.Module], config: Any, embedding: nn.Module) -> None:
+        self._modules, self._config, self._embedding = modules, config, embedding
         self._was = self._now()
         self._was[-1] = copy.deepcopy(self._was[-1])
 

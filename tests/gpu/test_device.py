@@ -49,7 +49,7 @@ NEW = 50
 
 
 @cache
-def target_of(family: str, attention: str = "auto", execution: str = "transformers") -> TransformersTarget:
+def target_of(family: str, attention: str = "auto", execution: str = "modules") -> TransformersTarget:
     model = new_model(family, torch.float32).to(DEVICE)
     return TransformersTarget(model, attention=attention, execution=execution, owned=True)
 
@@ -62,7 +62,7 @@ def greedy(family: str, prompt: tuple[int, ...]) -> list[int]:
 # -- Text --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("attention", "execution"), [("sdpa", "transformers"), ("split", "auto"), ("auto", "auto")])
+@pytest.mark.parametrize(("attention", "execution"), [("sdpa", "modules"), ("split", "auto"), ("auto", "auto")])
 @pytest.mark.parametrize("drafter", drafter_names())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafter_changes_no_token(family: str, drafter: str, attention: str, execution: str, tmp_path: Path) -> None:

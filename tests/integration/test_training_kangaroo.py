@@ -113,7 +113,7 @@ def values(model: Path, data: Path, out: Path, **loop: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], family: str) -> None:
     """Two packed texts, each against a tapped walk of its own: layers, head states and separation agree."""
-    target = target_of(family, execution="transformers")
+    target = target_of(family, execution="modules")
     texts = [list(prompt_of(size, seed)) for size, seed in ((11, 1), (13, 2))]
     windows = pack([Sample(text, [True] * len(text), False) for text in texts], 24)
     batch = windows.at(np.array([0]))

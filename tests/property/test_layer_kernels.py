@@ -107,7 +107,7 @@ def test_a_model_is_itself(family: str) -> None:
     """The self-check at load holds it against the model; entries and taps; and the text of a few steps."""
     target, plain = (
         TransformersTarget(new_model(family, torch.float32, **SMALL), execution=execution, owned=True)
-        for execution in ("fused", "transformers")
+        for execution in ("fused", "modules")
     )
     assert isinstance(target.runner, CudaRunner)
     draft = Draft((3, 4, 5, 6), (-1, 0, 0, 2))

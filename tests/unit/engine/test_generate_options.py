@@ -35,7 +35,7 @@ FLOATS = torch.zeros(1, len(PROMPT), 32, dtype=torch.float64)
 def generate(drafter: Any = None, *, ours: dict[str, Any] | None = None, **options: Any) -> Any:
     """``generate`` of the shared model: by custom_generate if a drafter is given."""
     if drafter is not None:
-        target = target_of("llama", execution="transformers")
+        target = target_of("llama", execution="modules")
         options["custom_generate"] = functools.partial(
             specdec.custom_generate, drafter=drafter, target=target, **{"policy": "off", **(ours or {})}
         )

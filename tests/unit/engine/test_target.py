@@ -39,7 +39,7 @@ def test_taps_are_the_model_s_hidden_states(family: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 @torch.inference_mode()
 def test_a_walk_in_two_parts(family: str, layer: int) -> None:
     """Out after some layers, in again with their hidden states: the logits of one walk, and the same cache."""

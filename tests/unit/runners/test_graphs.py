@@ -431,7 +431,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
     expected = reference(target.model, PROMPT, 12)
     assert target.runner.graphs("auto") == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
     assert "attention='split' is told" in target.runner.graphs("split")
-    assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: transformers layers are not")
+    assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: the model's own forward")
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):
         assert Engine(target).generate(PROMPT, 12).token_ids == expected
