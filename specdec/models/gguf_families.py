@@ -63,7 +63,7 @@ def _no_sections(said: GgufSettings) -> None:
 
 
 def _local(said: GgufSettings, every: int) -> list[bool]:
-    """Which layers have a window, of which one in so many is global unless the file says it."""
+    """Which layers have a window: all but each ``every``-th one, unless the file says which."""
     layers, pattern = said.number("block_count"), said.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, list):
         return [bool(one) for one in pattern[:layers]]
@@ -128,7 +128,7 @@ def _windowed_gemma(said: GgufSettings, model_type: str, largest: int, every: in
         said: the file's settings.
         model_type: transformers' name of the family.
         largest: layers of the size whose attention is scaled by its width.
-        every: one of so many layers is global.
+        every: each ``every``-th layer is global.
     """
     (heads, dim), width, layers = said.heads, said.number("embedding_length"), said.number("block_count")
     for name in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):

@@ -189,7 +189,7 @@ class WholeModelRunner(LayerRunner):
             hook.remove()
 
     def _tap(self, output: Any, last: Sequence[torch.Tensor], tap: int, rows: int) -> torch.Tensor:
-        """[T, D] hidden states behind so many layers; ``last``: those behind the last one, before its norm."""
+        """[T, D] hidden states behind ``tap`` layers; ``last``: those behind the last one, before its norm."""
         states = [*(getattr(output, "hidden_states", None) or ())]
         normed = states.pop() if states else None
         if tap == FINAL:
