@@ -206,8 +206,8 @@ def must_agree(kind: str, target: TransformersTarget, tokens: Sequence[int]) -> 
         except TargetError:
             return  # it says that they cannot be called
         output = target.forward(StepInput.of(cache, tokens, wanted=wanted))
-        logits = target.head(output.taps[FINAL])
-    for said, made in ((output.taps[0], embedded), (output.logits, logits)):
+        logits = target.head(output.hidden[FINAL])
+    for said, made in ((output.hidden[0], embedded), (output.logits, logits)):
         if said is None or float((said - made).abs().max()) > ROUNDING * float(made.abs().max()):
             raise RuntimeError(f"{kind}'s embedding or head does something else by itself than in its forward")
 

@@ -46,7 +46,10 @@ def _biases(said: GgufSettings) -> dict[str, Any]:
 
 
 def _experts(said: GgufSettings, count: str) -> dict[str, Any]:
-    return {count: said.number("expert_count"), "num_experts_per_tok": said.number("expert_used_count")}
+    there, chosen = said.number("expert_count"), said.number("expert_used_count")
+    if not 1 <= chosen <= there:
+        raise said.refused(f"has {there} experts, of which a token goes to {chosen}", "get it again")
+    return {count: there, "num_experts_per_tok": chosen}
 
 
 def _narrow(said: GgufSettings) -> int:
@@ -173,7 +176,10 @@ def _starcoder2(said: GgufSettings) -> dict[str, Any]:
 
 
 def _phi3(said: GgufSettings) -> dict[str, Any]:
-    return {**_dense(said, "phi3"), "sliding_window": None, **_turns(said, partial=True)}
+    turns = _turns(said, partial=True)
+    if turns["rope_parameters"]["rope_type"] != "default":  # transformers' class has a kind of its own alone
+        raise said.refused("scales its rotary frequencies, which is not read of phi3: the model would be another one")
+    return {**_dense(said, "phi3"), "sliding_window": None, **turns}
 
 
 def _granite(said: GgufSettings) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def read_rope(said: GgufSettings, dim: int, *, partial: bool = False) -> dict[st
     turned = said.number("rope.dimension_count", dim)
     if not partial:
         said.only("rope.dimension_count", dim)
+    elif type(turned) is not int or not 2 <= turned <= dim or turned % 2 or int(dim * (turned / dim)) != turned:
+        raise said.refused(f"turns {turned} of the {dim} values of a head, and an even number of them is needed")
     part = {"partial_rotary_factor": turned / dim} if partial else {}
     return {"rope_theta": rope_base(said), **part, **_scaling(said, int(turned))}
 
@@ -43,7 +45,7 @@ def read_rope(said: GgufSettings, dim: int, *, partial: bool = False) -> dict[st
 def _scaling(said: GgufSettings, turned: int) -> dict[str, Any]:
     kind = said.get("rope.scaling.type", "linear")
     factor = float(said.number("rope.scaling.factor", said.number("rope.scale_linear", 0)) or 1.0)
-    trained = said.number("rope.scaling.original_context_length", said.number("context_length"))
+    trained = said.number("rope.scaling.original_context_length", 0) or said.number("context_length")
     attention = float(said.number("rope.scaling.attn_factor", 1.0))
     divisors = said.tensor(_FREQUENCIES) if _FREQUENCIES in factors_read(said.family) else None
     if kind not in ("none", "linear", "yarn"):
@@ -57,6 +59,12 @@ def _scaling(said: GgufSettings, turned: int) -> dict[str, Any]:
         if divisors is not None:
             raise said.refused(f"scales its rotary frequencies twice, by {_FREQUENCIES} and YaRN", "get it again")
         attention *= 1.0 + 0.1 * math.log(factor)
+    if attention <= 0 or (factor != 1 and rope_base(said) <= 1):
+        raise said.refused(
+            f"scales cosines and sines by {attention}, with a base of {rope_base(said)}: it has no positions",
+            "get it again",
+        )
+    if kind == "yarn" and factor != 1:
         own = {"factor": factor, "original_max_position_embeddings": trained, "attention_factor": attention}
         return {"rope_type": "yarn", **own}
     if divisors is None and attention == 1:

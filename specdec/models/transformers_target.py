@@ -312,6 +312,25 @@ class TransformersTarget(NotCopied):
             )
         return runner
 
+    def _check_again(self) -> None:
+        """Raises TargetError where a forward that was replaced since does not compute each path's logits of a tree."""
+        tokens = tokens_for(self.vocab_size)
+        with torch_switches.loading():
+            try:
+                self._reference = Reference(self.model, own_logits(self.model, self, tokens), self, self.specs, tokens)
+                off = self._differs(self.runner)
+            except SpecdecError:
+                raise
+            except Exception as error:  # code of others
+                off = f"it fails: {type(error).__name__}: {first_line(error)}"
+            finally:
+                vars(self).pop("_reference", None)
+        if off is not None:
+            raise TargetError(
+                f"the forward of {self.name}, or its attention, was changed after it was loaded, and its logits over a "
+                f"tree are not those of each path: {off}; put it back, or use plain generate"
+            )
+
     def _outlines(self) -> Sequence[Outline | Snapshot]:
         """What no runner follows."""
         embedding: Any = self.model.get_input_embeddings()
@@ -606,6 +625,8 @@ class TransformersTarget(NotCopied):
         if not self.runner.whole:
             self.whole.check_methods(CALLED)
         self.runner.look()
+        if isinstance(self.runner, WholeModelRunner) and self.runner.renewed():
+            self._check_again()
         around = next((what for one in self._around if (what := one.changed()) is not None), None)
         changed = around or self.runner.changed()
         if changed is not None:
@@ -859,14 +880,14 @@ def _sent(output: StepOutput, rows: Rows, last: int) -> StepOutput:
     return output
 
 
-def _state(weight: torch.Tensor) -> tuple[int, int | None]:
-    """Where a weight is, and how often it was written to, as far as torch tells."""
+def _state(weight: torch.Tensor) -> tuple[int, tuple[int, ...], int | None]:
+    """Where a weight is, how it lies there, and how often it was written to, as far as torch tells."""
     own: Any = getattr(weight, "_local_tensor", weight)  # of a DTensor
     try:
         place = own.data_ptr()
     except RuntimeError:  # a tensor that is made of others has none
         place = id(weight)
-    return place, torch_switches.writes_to(own)
+    return place, own.stride(), torch_switches.writes_to(own)
 
 
 def _timed(curve: CostCurve) -> list[float]:

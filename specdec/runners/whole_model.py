@@ -33,7 +33,8 @@ __all__ = ["Sees", "WholeModelRunner"]
 Sees = Callable[..., torch.Tensor]
 """(batch, head, query position, key position) -> bool, all of them tensors: what a model's own mask lets through."""
 
-_FLASH = "flash"  # in the names of attention functions that take no mask of four dimensions
+_MASKLESS = ("flash", "flex")  # in the names of attention functions that take no mask of four dimensions
+_ALIKE = ("eager", "sdpa")  # which do; one may take the other's place
 
 
 class WholeModelRunner(LayerRunner):
@@ -68,8 +69,9 @@ class WholeModelRunner(LayerRunner):
         self._model: Any = model
         self._called = type(model).__name__
         self._device, self._sees, self._layers = device, sees, layers
-        self._keeps, self._norm_of = _takes(model, "logits_to_keep"), norm
+        self._norm_of = norm
         self.look()
+        self._was = self._way()
         self.specs, self._numbers = self._read_specs(tokens)
 
     def _read_specs(self, tokens: Sequence[int]) -> tuple[list[LayerSpec], dict[int, int]]:
@@ -114,18 +116,33 @@ class WholeModelRunner(LayerRunner):
         finally:
             self._model = former
 
+    def _attention(self) -> str:
+        return str(getattr(self._model.config.get_text_config(), "_attn_implementation", None))
+
+    def _way(self) -> tuple[Any, ...]:
+        """What decides whether a forward keeps to masks of ours, which was checked."""
+        attention, called = self._attention(), (self._model, self._model.get_decoder())
+        own = [(type(one).forward, vars(one).get("forward")) for one in called if one is not None]
+        return (_ALIKE if attention in _ALIKE else attention, *own)
+
+    def renewed(self) -> bool:
+        """Whether its forward or attention function is another one than when this was asked before."""
+        was, self._was = self._was, self._way()
+        return was != self._was
+
     def look(self) -> None:
         """Look what the model would do now.
 
         Raises:
             TargetError: its attention takes no mask of ours, or it is in a training mode that changes its numbers.
         """
+        self._keeps = _takes(self._model, "logits_to_keep")
         self.embed = Evaluated(self._model.get_input_embeddings())
         self.head = Evaluated(self._model.get_output_embeddings())
         self._last_norm = None if self._norm_of is None else self._norm_of()
         self.norm = self._no_norm if self._last_norm is None else Evaluated(self._last_norm)
-        attention = str(getattr(self._model.config.get_text_config(), "_attn_implementation", None))
-        if _FLASH in attention:
+        attention = self._attention()
+        if any(name in attention for name in _MASKLESS):
             raise TargetError(
                 f"{self._called} attends by {attention}, which takes no mask of a tree; "
                 "model.set_attn_implementation('sdpa') has it take one"
@@ -145,6 +162,11 @@ class WholeModelRunner(LayerRunner):
             own = [row - part.begins for row in every if part.begins <= row < part.ends]
             with self._before_norm(self._layers in wanted.hidden) as before:
                 output = self._run(part, own, wanted.hidden)
+            if not isinstance(getattr(output, "logits", None), torch.Tensor):
+                raise TargetError(
+                    f"{self._called}'s forward returns a {type(output).__name__} without logits; set its config's "
+                    "return_dict to True, and make a new engine"
+                )
             logits.append(_chosen(output.logits[0], own, part.rows))
             for tap in wanted.hidden:
                 taps.setdefault(tap, []).append(self._tap(output, before, tap, part.rows))

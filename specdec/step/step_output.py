@@ -276,6 +276,7 @@ class StepOutput:
             if whole._top is None or whole._top.each < self.given.shape[-1]:
                 return None
         each, tokens, logits = whole._top
+        count = min(count, each)
         places = range(len(tokens) // each) if self._places is None else self._places
         firsts = [place * each for place in places]
         return [tokens[at : at + count] for at in firsts], [logits[at : at + count] for at in firsts if logits]

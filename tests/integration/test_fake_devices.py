@@ -38,7 +38,7 @@ from specdec.runners import choice as choices
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.memory_pages import FilePages
 from specdec.sampling import processors
-from specdec.step import device_copies
+from specdec.step import device_copies, torch_switches
 from specdec.step.cache import LayerSpec
 from specdec.target import FINAL
 from tests import models, seam
@@ -209,6 +209,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     # Read off numbers, of which there are none here.
     joints = {real.name: real.joints}
     monkeypatch.setattr(TransformersTarget, "_read_joints", lambda self, *_: joints.get(self.name, Joints()))
+    monkeypatch.setattr(torch_switches, "_check_numbers", lambda: None)
     monkeypatch.setattr(torch, "from_numpy", lambda array: torch.tensor(array))  # which would make one that is not fake
     monkeypatch.setattr(device_copies, "copy_in", copy_in)
     monkeypatch.setattr(device_copies, "copy_out", copy_out)

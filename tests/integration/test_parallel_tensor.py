@@ -38,16 +38,12 @@ def texts(drafter: Any, sampling: SamplingParams | None, *, spoiled: bool = True
         if spoiled and ranks.rank == 1:
             run, generator = target.runner.finish, torch.Generator().manual_seed(0)
 
-            def noisy(found: torch.Tensor) -> torch.Tensor:
-                return found + torch.randn(found.shape, generator=generator, dtype=found.dtype)
-
             def spoilt(*given: Any) -> Any:
-                hidden, taps, logits = run(*given)
-                return (
-                    hidden,
-                    {tap: noisy(found) for tap, found in taps.items()},
-                    logits if logits is None else noisy(logits),
-                )
+                output = run(*given)
+                for found in (*output.hidden.values(), output.logits):
+                    if found is not None:
+                        found.add_(torch.randn(found.shape, generator=generator, dtype=found.dtype))
+                return output
 
             target.runner.finish = spoilt  # type: ignore[method-assign]
         return Engine(target, None, made).generate(PROMPT, NEW, sampling).token_ids

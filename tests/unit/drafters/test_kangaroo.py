@@ -365,7 +365,7 @@ def test_another_drafters_rows_are_learnt_from(target_of: Callable[..., Transfor
 def check_cache(session: KangarooSession, target: TransformersTarget, tokens: list[int]) -> None:
     """The session's adapter cache against one computed afresh from the text."""
     with target.active():
-        states = seam.text(target, capacity=len(tokens), rows=len(tokens)).run(tokens, taps={LAYER}).taps[LAYER]
+        states = seam.text(target, capacity=len(tokens), rows=len(tokens)).run(tokens, taps={LAYER}).hidden[LAYER]
     fresh = AdapterCache(session._adapter, len(tokens))
     session._adapter.absorb(states, fresh)
     cache = session._own.cache

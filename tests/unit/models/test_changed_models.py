@@ -150,7 +150,7 @@ EDITS: dict[str, tuple[Edit, str, bool]] = {
         True,
     ),
     "rotary forward": (
-        lambda m, _: setattr(m.model.rotary_emb, "forward", lambda x, _: (x[..., :16] * 0, x[..., :16] * 0)),
+        lambda m, _: setattr(m.model.rotary_emb, "forward", lambda x, position_ids: (x[..., :16] * 0, x[..., :16] * 0)),
         "model.rotary_emb .* has a forward of its own",
         True,
     ),

@@ -199,7 +199,6 @@ _TENSORS: list[tuple[str, dict[str, tuple[int, ...] | None], str]] = [
     ("llama", {"sundry.weight": (4,)}, "does not read here, such as sundry.weight"),
     ("llama", {"blk.2.ffn_up.weight": None}, "1 missing, such as model.layers.2.mlp.up_proj.weight"),
     ("qwen2", {"output.bias": (VOCABULARY,)}, "are biases, such as output.bias"),
-    ("qwen3moe", {"blk.0.ffn_gate_up_exps.weight": (4, 96, 64)}, "are gate and up of experts in one"),
     ("phi3", {"rope_factors_long.weight": (8,), "rope_factors_short.weight": (8,)}, "scale the rotary frequencies"),
 ]
 
@@ -214,6 +213,44 @@ def test_tensors_that_are_not_read_are_refused(
     file = write_family(tmp_path / "a.gguf", family, tensors=tensors)
     with pytest.raises(CheckpointError, match=rf"a\.gguf'.*{message}"):
         load_model(file, dtype="float32", device=None, device_map=device_map, trust_remote_code=False)
+
+
+def test_experts_of_gate_and_up_in_one(tmp_path: Path) -> None:
+    file = write_family(tmp_path / "a.gguf", "qwen3moe", tensors={"blk.0.ffn_gate_up_exps.weight": (4, 96, 64)})
+    with pytest.raises(CheckpointError, match="are gate and up of experts in one"):
+        load(file)
+
+
+_WRONG: list[tuple[str, Said, str]] = [
+    *(
+        (family, {"expert_used_count": count}, f"has 4 experts, of which a token goes to {count}")
+        for family in ("mixtral", "qwen2moe", "qwen3moe")
+        for count in (0, 5)
+    ),
+    ("phi3", {"rope.dimension_count": 7}, "turns 7 of the 16 values of a head"),
+    ("glm4", {"rope.dimension_count": 32}, "turns 32 of the 16 values of a head"),
+    ("phi3", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "which is not read of phi3"),
+    ("llama", {"rope.scaling.attn_factor": 0.0}, "it has no positions"),
+    ("llama", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.freq_base": 1.0}, "it has no positions"),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "message"), _WRONG, ids=str)
+def test_settings_that_no_model_has(family: str, settings: Said, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(write_family(tmp_path / "a.gguf", family, settings))
+
+
+def test_a_trained_length_of_nought_is_the_context_s(tmp_path: Path) -> None:
+    said = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    files = [
+        write_family(tmp_path / f"{n}.gguf", "llama", {**said, "rope.scaling.original_context_length": length})
+        for n, length in enumerate((0, CONTEXT))
+    ]
+    found, expected = (own_logits(file) for file in files)
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
 
 
 def test_settings_that_are_not_known(tmp_path: Path) -> None:

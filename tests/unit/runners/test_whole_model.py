@@ -230,18 +230,18 @@ def test_hidden_states_are_the_model_s(family: str) -> None:
         asked = {0, 2, FINAL}
         found = seam.run_together([own, other], [Draft(tuple(tree), tuple(parents)), Draft.chain(prompt)], taps=asked)
         tapped = own.run(tree, parents, taps=asked, rows=[0, 3])
-        assert {*tapped.taps} == asked
+        assert {*tapped.hidden} == asked
         for tap in asked:
             last = expected[tap][0]
-            for rows in (found.taps[tap][:6], tapped.taps[tap]):
+            for rows in (found.hidden[tap][:6], tapped.hidden[tap]):
                 torch.testing.assert_close(rows[[0, 2, 3, 4, 5]], last[7:], rtol=0, atol=1e-5)
-            torch.testing.assert_close(found.taps[tap][6:], last, rtol=0, atol=1e-5)
-        logits = target.head(tapped.taps[FINAL][[0, 3]])
+            torch.testing.assert_close(found.hidden[tap][6:], last, rtol=0, atol=1e-5)
+        logits = target.head(tapped.hidden[FINAL][[0, 3]])
         assert tapped.logits is not None
         torch.testing.assert_close(logits, tapped.logits, rtol=0, atol=1e-9)
-        torch.testing.assert_close(target.embed(tree), tapped.taps[0], rtol=0, atol=0)
-        before = own.run(tree, parents, taps={3}).taps[3]
-        torch.testing.assert_close(target.norm(before), tapped.taps[FINAL], rtol=0, atol=0)
+        torch.testing.assert_close(target.embed(tree), tapped.hidden[0], rtol=0, atol=0)
+        before = own.run(tree, parents, taps={3}).hidden[3]
+        torch.testing.assert_close(target.norm(before), tapped.hidden[FINAL], rtol=0, atol=0)
         assert not target._norm._forward_pre_hooks
 
 
