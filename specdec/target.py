@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from specdec.runners.runner import FINAL
-from specdec.sampling.sampler import Sampler
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Pass
 from specdec.step.joining import joined
 from specdec.step.step_io import LayerPlan, StepInput
 from specdec.step.step_output import StepOutput
+
+if TYPE_CHECKING:  # it imports transformers, which a drafter's interface does without
+    from specdec.sampling.sampler import Sampler
 
 __all__ = ["FINAL", "Forward", "Target", "forward_pass", "run_steps"]
 
