@@ -33,7 +33,7 @@ from specdec.step.step_io import Entering, Wanted
 from specdec.target import FINAL
 from tests import seam
 from tests.launching import Recorder, fused, launch
-from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
+from tests.models import OF_LAYERS, VOCAB, new_model, prompt_of, reference, settings_of
 from tests.tiers import turns
 
 SIZES = {"max_position_embeddings": 2048}
@@ -46,6 +46,11 @@ PROMPT, NEW = prompt_of(20), 24
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return launch(monkeypatch)
+
+
+def on_modules(options: dict[str, Any]) -> Any:
+    """A drafter whose text is the same, where a whole forward runs no layers alone."""
+    return "none" if options["name"] in OF_LAYERS else options
 
 
 def chain(rows: int) -> list[int]:
@@ -153,8 +158,8 @@ def test_texts_are_those_of_steps_that_are_launched(
         if drafter in ("kangaroo", "medusa"):
             options = {**options, "check_target": False}  # another object of the same weights
         expected, out = (
-            Engine(one, None, options, max_rows=24, prefill_chunk=16).generate(PROMPT, NEW, sampling)
-            for one in (plain, target)
+            Engine(one, None, own, max_rows=24, prefill_chunk=16).generate(PROMPT, NEW, sampling)
+            for one, own in ((plain, on_modules(options)), (target, options))
         )
         assert out.token_ids == expected.token_ids, options
     assert sum(recorder.replays.values()) - loaded >= len(out.steps)
@@ -198,7 +203,9 @@ def test_texts_of_a_batch_are_those_of_each(
     for options in settings_of(drafter, plain, tmp_path)[:2]:
         if drafter == "kangaroo":
             options = {**options, "check_target": False}
-        expected = [Engine(plain, None, options, max_rows=12).generate(prompt, 12, sampling) for prompt in prompts]
+        expected = [
+            Engine(plain, None, on_modules(options), max_rows=12).generate(prompt, 12, sampling) for prompt in prompts
+        ]
         recorded = len(recorder.made)
         found = Engine(target, None, options, max_rows=12).generate_batch(prompts, 12, sampling, batch=3)
         assert [one.error for one in found] == [None] * 4
@@ -261,7 +268,7 @@ def test_the_walk_and_the_commit_are_in_the_graph(
     if drafter != "token_recycling":
         options["check_target"] = False
     prompts = [prompt_of(size, seed=size) for size in (50, 1, 9, 61)]
-    single = Engine(plain, None, options, max_rows=12)
+    single = Engine(plain, None, on_modules(options), max_rows=12)
     expected = [single.generate(prompt, 20 + 9 * n, sampling).token_ids for n, prompt in enumerate(prompts)]
     ends = [text[len(text) // 2] for text in expected]  # cut in the midst of what a step accepted
     stopped = [text[: text.index(end) + 1] for text, end in zip(expected, ends, strict=True)]
@@ -309,7 +316,10 @@ def test_texts_in_pages_are_plain_decoding_s(
     for options in settings_of(drafter, plain, tmp_path)[:1]:
         if drafter in ("kangaroo", "medusa"):
             options = {**options, "check_target": False}
-        engines = [Engine(one, None, options, max_rows=12, prefill_chunk=40) for one in (plain, target)]
+        engines = [
+            Engine(one, None, own, max_rows=12, prefill_chunk=40)
+            for one, own in ((plain, on_modules(options)), (target, options))
+        ]
         new = [20, 3, 60, 8, 5, 9]
         expected = [engines[0].generate(prompt, count, sampling) for prompt, count in zip(prompts, new, strict=True)]
         kept = PrefixTree(10**7)
