@@ -226,7 +226,7 @@ def test_training_over_a_draft_vocabulary(model_folder: Path, talks: Path, tmp_p
 @pytest.mark.slow
 def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -> None:
     """The tally over given texts counts the very steps that decoding takes."""
-    target = target_of("llama", torch.float32)
+    target = target_of("llama", torch.float32, execution="fused")
     kinds = (("attention", 0.05, 4, 1), ("mlp", 0.0, 2, 1), ("layer", 1.0, 6, 3), ("head", 0.06, 3, 2))
     for variant, eta, gamma, branch in kinds:
         adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma, branch=branch), target)
