@@ -54,7 +54,7 @@ def measure(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_of(tokenizer: Any, length: int) -> list[int]:
-    """So many tokens of the standard library's modules, in the order of their names."""
+    """The first ``length`` tokens of the standard library's modules, in the order of their names."""
     ids, files = list[int](), sorted(Path(os.__file__).parent.glob("[a-z]*.py"))
     for file in files:
         if len(ids) >= length:

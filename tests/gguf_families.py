@@ -78,7 +78,7 @@ class Family:
     """The parts of an architecture's layers, and its settings beyond those of all.
 
     Attributes:
-        own: its name in files, where that is another one.
+        own: the architecture that a file names, where it differs from the key; else empty.
         tied: whether the head is the embedding.
         biased: whether the last norm has a bias.
     """

@@ -340,7 +340,7 @@ def _above(grown: Growth, node: int) -> list[int]:
 class _Later:
     """A layer behind the first: its cache, its inputs from the layer before, and the rows of this step's tree.
 
-    Rows of text are told by their positions in the text, of which the cache lacks those that were missed.
+    A row of text is named by its position in the text. The cache lacks the positions that were missed.
     """
 
     def __init__(self, cache: KVCache) -> None:

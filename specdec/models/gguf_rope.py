@@ -55,7 +55,8 @@ def _scaling(said: GgufSettings, turned: int) -> dict[str, Any]:
         )
     if kind == "none":
         factor = 1.0
-    if kind == "yarn" and factor != 1:
+    yarn = kind == "yarn" and factor != 1
+    if yarn:
         if divisors is not None:
             raise said.refused(f"scales its rotary frequencies twice, by {_FREQUENCIES} and YaRN", "get it again")
         attention *= 1.0 + 0.1 * math.log(factor)
@@ -64,7 +65,7 @@ def _scaling(said: GgufSettings, turned: int) -> dict[str, Any]:
             f"scales cosines and sines by {attention}, with a base of {rope_base(said)}: it has no positions",
             "get it again",
         )
-    if kind == "yarn" and factor != 1:
+    if yarn:
         own = {"factor": factor, "original_max_position_embeddings": trained, "attention_factor": attention}
         return {"rope_type": "yarn", **own}
     if divisors is None and attention == 1:

@@ -42,7 +42,7 @@ class WholeModelRunner(LayerRunner):
 
     Args:
         model: any ``...ForCausalLM`` that decodes with keys and values of every token.
-        norm: gives its last norm as it is now; None where that is not known.
+        norm: returns the model's last norm; None where the model has none that is known.
         layers: how many it has.
         device: where it takes tokens.
         sees: its masks by layer type, or the one of all layers; None where it makes them without transformers' helpers.

@@ -285,7 +285,7 @@ def test_beside_a_prediction_hidden_states_are_not_asked_for_either(
 
 
 class Told(Scripted):
-    """A session that reads hidden states and can do without them, and keeps what it is told, by positions."""
+    """A session that can rest. It records the positions whose hidden states it is shown or misses."""
 
     taps = frozenset({1})
 

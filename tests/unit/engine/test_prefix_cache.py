@@ -266,7 +266,7 @@ def _factor(model: Any) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", [_weight, _embedding, _hook, _factor])
 def test_a_model_that_was_changed_begins_anew(change: Callable[[Any], None]) -> None:
-    """Its own forward follows edits; keys and values from before would not. Hooks and numbers are told by ``clear``."""
+    """The model's forward follows an edit; kept keys and values do not. After a hook the user calls ``clear``."""
     model, prompt, kept = new_model("llama"), prompt_of(20), PrefixCache()
     engine = Engine(TransformersTarget(model), None)
     engine.generate(prompt, 4, prefix_cache=kept)
