@@ -195,8 +195,8 @@ class DraftModelSession(BatchedSession):
             own.read_text(step, root=last)
             if last:
                 known = read is new or read[-1] == new[-1]
-                there = output.rows.tokens
-                root = there[0, -1:] if known else torch.tensor(new[-1:], device=there.device)
+                there = output.tokens
+                root = there[-1:] if known else torch.tensor(new[-1:], device=there.device)
                 return self._shared(output.logits), root
 
     def _shared(self, logits: torch.Tensor) -> torch.Tensor:

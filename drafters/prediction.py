@@ -37,6 +37,7 @@ from specdec.drafter import (
     MergingSession,
     Observation,
     ReadbackSession,
+    RestingSession,
 )
 from specdec.drafting.registry import make_drafter
 from specdec.drafting.sessions import proposing, session_of
@@ -236,6 +237,8 @@ class PredictionFirstSession(BatchedSession):
         self._is_own = False  # whether the prediction made the latest draft
         self._size = 1  # rows of that draft
         self._length = 0  # of the text before that draft
+        if isinstance(other, RestingSession):
+            self.missed = other.missed
         self._patience, self._pays = Patience(1, 32), True
 
     def passes(self, row_budget: int) -> Passes[Draft]:

@@ -2,7 +2,6 @@
 
     python scripts/bench_quantised.py FILE.gguf --llama FOLDER              # where xllamacpp is installed
     python scripts/bench_quantised.py FILE.gguf --draft SMALL.gguf --threads 1 --threads 2 --seconds 100
-    python scripts/bench_quantised.py FILE.gguf --perplexity 500            # this alone
 
 Questions go round by round to every system, and each text is held against the same system's own plain one. Speeds are
 of decoding alone, after the prompt. Loading is from the start of a process to the first token, and peak memory the
@@ -148,31 +147,6 @@ def compare(options: argparse.Namespace, threads: int) -> None:
         print(f"  {name:26} {middle:7.1f} tokens/s  {middle / base:5.2f} x our plain  {differs[name]} texts differ")
 
 
-def perplexity(options: argparse.Namespace) -> None:
-    """Of a text of this repository, by blocks with both kinds of rows, and by the dequantised model in two dtypes."""
-    import torch
-
-    from specdec import Engine
-    from specdec.step.step_io import StepInput
-
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    cases: dict[str, dict[str, Any]] = {
-        "blocks": {},
-        "blocks, int8 rows": {"activations": "int8"},
-        "dequantised, bfloat16": {"execution": "transformers", "dtype": "bfloat16"},
-        "dequantised, float32": {"execution": "transformers", "dtype": "float32"},
-    }
-    for name, given in cases.items():
-        engine = Engine.from_pretrained(options.file, **given)
-        ids = engine.encode(text)[: options.perplexity]
-        target: Any = engine.target
-        with target.active():
-            cache = target.new_cache(capacity=len(ids), rows=len(ids))
-            logits = target.forward(StepInput.of(cache, ids)).logits.double()
-        chances = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids[1:])[:, None])
-        print(f"  perplexity of {len(ids)} tokens, {name:22} {float((-chances.mean()).exp()):.4f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
@@ -183,15 +157,11 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=0, help="after which no question begins, a number of threads")
-    parser.add_argument("--perplexity", type=int, default=0, metavar="TOKENS", help="of the README alone")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.threads = options.threads or [1, 2]
     if options.alone:
         load_and_tell(options)
-        return
-    if options.perplexity:
-        perplexity(options)
         return
     size = Path(options.file).stat().st_size / 2**20
     for threads in options.threads:

@@ -1,13 +1,14 @@
-"""Speed of this checkout as a multiple of another one's, by interleaved pairs.
+"""Speed of this checkout as a multiple of another one's, or of drafters as one of plain decoding, by interleaved pairs.
 
     git worktree add ../before COMMIT
     python scripts/checkout_pairs.py ../before --model smollm2 --drafters none,auto --rows 1,2,4,8,16
     SPECDEC_CFLAGS="-march=x86-64-v3" python scripts/checkout_pairs.py ../before --model tiny
+    python scripts/checkout_pairs.py --model tiny --drafters kangaroo,medusa   # each beside none
 
 Each checkout has a process of its own, and only one of them runs at a time. In every pair both do the same task, and
 which comes first alternates. A figure is the geometric mean of the pairs' ratios, seconds before over seconds now, with
 its 90 % interval (Student's t on the logarithms): above 1 this checkout is faster. Seconds are those of a token, or of
-a forward of some rows. The last column says whether the first text is the same in both checkouts.
+a forward of some rows. The last column says whether the first text is the same in both.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -104,7 +106,10 @@ def interval(logs: list[float]) -> tuple[float, float, float]:
 
 
 def main(
-    before: Annotated[Path, typer.Argument(help="The other checkout's folder.", exists=True, file_okay=False)],
+    before: Annotated[
+        Path | None,
+        typer.Argument(help="The other checkout's folder; without one, drafters are set beside none.", file_okay=False),
+    ] = None,
     model: Annotated[str, typer.Option(help="A model, as specdec generate takes it.")] = "tiny",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     drafters: Annotated[str, typer.Option(help="Drafters to decode with.")] = "none,auto",
@@ -115,20 +120,24 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     pairs: Annotated[int, typer.Option(help="Pairs.", min=2)] = 9,
 ) -> None:
-    """Compare this checkout with another one."""
+    """Compare this checkout with another one, or its drafters with plain decoding."""
     names = [name for name in drafters.split(",") if name]
-    setup = {"model": model, "dtype": dtype, "drafters": names, "tokens": tokens, "threads": threads}
-    tasks: list[tuple[str, list[Any]]] = [
-        (f"{name}, T = {heat}", ["decode", name, float(heat)]) for name in names for heat in temperatures.split(",")
-    ]
-    tasks += [(f"{count} rows", ["forward", int(count), behind]) for count in rows.split(",") if count]
-    both = [Checkout(before.resolve(), setup), Checkout(ROOT, setup)]
+    setup = {"model": model, "dtype": dtype, "drafters": ["none", *names], "tokens": tokens, "threads": threads}
+    tasks: list[tuple[str, tuple[list[Any], list[Any]]]] = []  # what is done before, and now
+    for name, heat in product(names, map(float, temperatures.split(","))):
+        now = ["decode", name, heat]
+        tasks.append((f"{name}, T = {heat:g}", (["decode", "none", heat] if before is None else now, now)))
+    this = Checkout(ROOT, setup)
+    both = [this, this]
+    if before is not None:
+        tasks += [(f"{count} rows", (["forward", int(count), behind],) * 2) for count in rows.split(",") if count]
+        both[0] = Checkout(before.resolve(), setup)
     table = Table("task", "seconds before", "seconds now", "before / now", "90 %", "texts")
     for name, task in tqdm(tasks, disable=None):
         found: list[list[Any]] = [[], []]
         for pair in range(-1, pairs):  # the first one warms up
             for place in (0, 1) if pair % 2 else (1, 0):
-                answer = both[place].ask(task)
+                answer = both[place].ask(task[place])
                 if pair >= 0:
                     found[place].append(answer)
         logs = [math.log(old[0] / new[0]) for old, new in zip(*found, strict=True)]

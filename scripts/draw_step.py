@@ -21,8 +21,8 @@ from drafters.token_recycling.drafter import TokenRecycling, TokenRecyclingConfi
 from specdec import Context, Draft, Engine, Observation, SamplingParams
 from specdec.costs.plots import new_figure
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
 from specdec.sampling.verify import Verdict, match
+from specdec.step.step_output import StepOutput
 from specdec.step.tree import ancestors
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RecordedStep:
     tokens: list[int]
     draft: Draft
     verdict: Verdict
-    scores: Scores
+    scores: StepOutput
 
     @property
     def length(self) -> int:
@@ -130,7 +130,7 @@ class Tables:
     def logits(self) -> str:
         rows = []
         for row in range(len(self._step.draft)):
-            (best, next_best), (token, other) = (found.tolist() for found in self._step.scores.of(row).topk(2))
+            (best, next_best), (token, other) = (found.tolist() for found in self._step.scores.at(row).topk(2))
             child = self._step.draft.child(row, token)
             after = "".join(map(self.text, self._path_to(row)))
             rows.append(
@@ -152,7 +152,7 @@ class Tables:
         noise = sampler.noise.gumbel(len(self._step.tokens))
         drawn = int((scaled + noise).argmax())
         tokens = [*dict.fromkeys([*scaled.topk(4).indices.tolist(), drawn])]
-        logits = self._step.scores.of(0)
+        logits = self._step.scores.at(0)
         return _table(
             "token|text|logit|logit / 0.8|Gumbel noise at position 10|sum",
             (
@@ -184,7 +184,7 @@ class Tables:
 
     def told(self) -> str:
         verdict, draft = self._step.verdict, self._step.draft
-        successors = [self._step.scores.of(row).topk(3).indices.tolist() for row in verdict.path]
+        successors = [self._step.scores.at(row).topk(3).indices.tolist() for row in verdict.path]
         return _table(
             "token|its likeliest successors from now on",
             (

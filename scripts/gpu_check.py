@@ -193,8 +193,8 @@ class Rows:
             caches = [self.filled(length) for length in (self.length, 5, self.length // 2)]
             each = zip(drafts, caches, strict=True)
             steps = [StepInput.of(own, draft.tokens, draft.tree) for draft, own in each]
-            alone = torch.cat([self.target.forward(step).hidden for step in steps])
-            together = self.target.forward(joined(steps)).hidden
+            alone = torch.cat([self.target.forward(step).out for step in steps])
+            together = self.target.forward(joined(steps)).out
         return {"differing": int((alone != together).any(-1).sum()), "compared": len(alone)}
 
 

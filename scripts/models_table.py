@@ -31,7 +31,9 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalL
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec import Engine, TransformersTarget
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import ConfigError, SpecdecError, TargetError
+from specdec.step.step_io import StepInput, Wanted
+from specdec.target import FINAL
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/models.md"
@@ -50,9 +52,9 @@ without a drafter, with a tree and with lookahead. *Exact* means that the greedy
 neither would have stopped the script. The weights are random, so the table is about architectures; what a checkpoint's
 own config adds is checked when it is loaded.
 
-`transformers` runs a model's own layers. `modules` is its whole forward, where its layers cannot be called one by one;
-only drafters that read tokens alone can use it. `fused` and `native` know Llama-like layers, and `native` Gemma's and
-some with experts, by their exact classes.
+`modules` is the model's own forward as a whole. Drafters that run some of the layers cannot use it; those that read
+hidden states can, where embedding and head can be called by themselves, which was checked by their numbers. `fused` and
+`native` know Llama-like layers, and `native` Gemma's and some with experts, by their exact classes.
 
 Made by `python scripts/models_table.py`; the tests hold rows of it to what the script says.
 
@@ -145,15 +147,16 @@ def row_of(kind: str) -> Row:
     words = min(model.get_input_embeddings().num_embeddings, model.config.get_text_config().vocab_size)
     prompt = torch.randint(2, words, (PROMPT,), generator=generator).tolist()
     try:
-        target = TransformersTarget(model, execution="transformers")
+        target = TransformersTarget(model, execution="modules")
     except SpecdecError as error:
         return Row(kind, reason=plain(error, type(model).__name__))
     ids = torch.tensor([prompt])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
     expected = output[0, PROMPT:].tolist()
     must_matter(kind, model, target, [*prompt, *expected])
+    must_agree(kind, target, prompt)
     runners = []
-    for name in ("transformers", "fused", "native"):
+    for name in ("modules", "fused", "native"):
         try:
             target = tried(model, name)
         except ConfigError:
@@ -194,6 +197,21 @@ def must_matter(kind: str, model: Any, target: TransformersTarget, text: Sequenc
             raise RuntimeError(f"the text of {kind} does not depend on attention in layer {layer}: change its sizes")
 
 
+def must_agree(kind: str, target: TransformersTarget, tokens: Sequence[int]) -> None:
+    """Raises RuntimeError where embedding and head, called by themselves, disagree with what the forward returns."""
+    wanted, cache = Wanted(hidden=(0, FINAL)), target.new_cache(capacity=len(tokens), rows=len(tokens))
+    with target.active():
+        try:
+            embedded = target.embed(tokens)
+        except TargetError:
+            return  # it says that they cannot be called
+        output = target.forward(StepInput.of(cache, tokens, wanted=wanted))
+        logits = target.head(output.hidden[FINAL])
+    for said, made in ((output.hidden[0], embedded), (output.logits, logits)):
+        if said is None or float((said - made).abs().max()) > ROUNDING * float(made.abs().max()):
+            raise RuntimeError(f"{kind}'s embedding or head does something else by itself than in its forward")
+
+
 @contextmanager
 def blind(configs: Sequence[Any], layer: int) -> Iterator[list[int]]:
     """While inside, tokens see only themselves in this layer.
@@ -225,7 +243,7 @@ def blind(configs: Sequence[Any], layer: int) -> Iterator[list[int]]:
 def plain(error: Exception, name: str) -> str:
     """A refusal as one line, without the model's name and without numbers that another machine rounds otherwise."""
     line = str(error).split(";")[0].removeprefix(name).lstrip(": ")
-    line = re.sub(r" by [\d.e+-]+ on logits up to .*? is rounding\)", "", line)
+    line = re.sub(r": by [\d.e+-]+, where .*? is rounding", "", line)
     return line.replace("|", "\\|")
 
 

@@ -66,9 +66,9 @@ def run(python: Path, uses: str, base: str, model: str) -> list[tuple[str, str]]
 
 
 @contextmanager
-def started(model: str) -> Iterator[str]:
+def started(model: str, *options: str) -> Iterator[str]:
     """The address of a server that is started here."""
-    command = [sys.executable, "-m", "specdec", "serve", "--model", model, "--port", "0"]
+    command = [sys.executable, "-m", "specdec", "serve", "--model", model, "--port", "0", *options]
     with TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
         try:
             end = time.monotonic() + 600

@@ -3,14 +3,16 @@
     python scripts/serve_load.py --model smollm2                           # the server and generate_batch
     python scripts/serve_load.py --model smollm2 --llama-cpp --out runs/load
     python scripts/serve_load.py --model smollm2 --gguf smollm2-bf16.gguf  # a file of the same weights, made elsewhere
+    python scripts/serve_load.py --model smollm2 --before ../before --rounds 9 --clients 1,4,16  # and another checkout
 
 All systems are started once, and take turns: each round goes through the numbers of clients, and each number through
 the systems, whose order moves on from round to round. A number of clients sends a bounded number of requests, each
 client the next one as its answer ends; on loopback, greedy, as streams. The client only notes when bytes come, and
 reads them after the run, so that it takes little of the processor. ``generate_batch`` has the same prompts, as many at
 once. With ``--llama-cpp`` the model's weights are written as a GGUF file of Q8_0 (``specdec quantize``), which both
-servers and ``generate_batch`` load; llama.cpp is the package xllamacpp. Prints a table; ``--out`` also writes JSON and
-a figure there.
+servers and ``generate_batch`` load; llama.cpp is the package xllamacpp. With ``--before`` another checkout's server
+takes the place of ``generate_batch``. Prints a table, in which a share is the geometric mean of the rounds' with its
+90 % interval; ``--out`` also writes JSON and a figure there.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import os
 import subprocess
 import sys
 import time
@@ -32,8 +36,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import h11
+from checkout_pairs import interval
 
-SERVER, BATCH, LLAMA = "specdec serve", "generate_batch", "llama.cpp's server"
+ROOT = Path(__file__).resolve().parent.parent
+SERVER, BEFORE = "specdec serve", "specdec serve before"
+BATCH, LLAMA = "generate_batch", "llama.cpp's server"
 
 
 def main() -> None:
@@ -41,6 +48,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--plain", action="store_true", help="also the server with plain decoding")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="another checkout, whose server runs as well")
     parser.add_argument("--clients", default="1,4,16,64", help="numbers of clients, with commas")
     parser.add_argument(
         "--requests",
@@ -188,10 +196,11 @@ def started(stack: ExitStack, arguments: argparse.Namespace, most: int) -> dict[
     """All systems, ready; they end with the stack."""
     threads = [] if arguments.threads is None else ["--threads", str(arguments.threads)]
 
-    def serve(drafter: str) -> Http:
+    def serve(drafter: str, checkout: Path = ROOT) -> Http:
         options = ["--model", arguments.model, "--drafter", drafter, "--max-num-seqs", str(most), *threads]
         command = ["-m", "specdec", "serve", "--port", "0", "--prefix-bytes", "0", "--request-timeout", "0", *options]
-        process = stack.enter_context(running(command, stderr=subprocess.PIPE))
+        environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}  # -P: and not this folder before it
+        process = stack.enter_context(running(["-P", *command], stderr=subprocess.PIPE, env=environment))
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("http://"):
@@ -218,7 +227,11 @@ def started(stack: ExitStack, arguments: argparse.Namespace, most: int) -> dict[
                 return Http(line.strip(), {"cache_prompt": False})
         raise SystemExit("llama.cpp's server did not start; is xllamacpp installed?")
 
-    systems: dict[str, Http | Batch] = {SERVER: serve(arguments.drafter), BATCH: batch()}
+    systems: dict[str, Http | Batch] = {SERVER: serve(arguments.drafter)}
+    if arguments.before is None:
+        systems[BATCH] = batch()
+    else:
+        systems[BEFORE] = serve(arguments.drafter, arguments.before)
     if arguments.plain:
         systems[f"{SERVER}, plain"] = serve("none")
     if arguments.gguf:
@@ -298,13 +311,17 @@ def read(arrivals: Arrivals) -> tuple[list[float], int]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Tokens a second are the median of the rounds; milliseconds are those of all events together, None where none."""
+    """Tokens a second are the median of the rounds; milliseconds are those of all events together, None where none.
+
+    ``first_rounds``: each round's median of milliseconds to the first token; empty where there are none.
+    """
 
     system: str
     clients: int
     tokens: int
     tokens_per_second: float
     rounds: list[float]
+    first_rounds: list[float]
     first_p50: float | None
     first_p99: float | None
     between_p50: float | None
@@ -315,7 +332,9 @@ def summary(system: str, clients: int, runs: Sequence[Run]) -> Outcome:
     rounds = [run.tokens / run.seconds for run in runs]
     first, between = ([1000 * one for run in runs for one in getattr(run, name)] for name in ("first", "between"))
     tokens = sum(run.tokens for run in runs)
-    return Outcome(system, clients, tokens, median(rounds), rounds, *_percentiles(first), *_percentiles(between))
+    firsts = [1000 * median(run.first) for run in runs if run.first]
+    spread = *_percentiles(first), *_percentiles(between)
+    return Outcome(system, clients, tokens, median(rounds), rounds, firsts, *spread)
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -327,15 +346,26 @@ def _percentiles(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def table(outcomes: Sequence[Outcome]) -> None:
-    print("\n| clients | | tokens/s | server : this | first token p50 / p99, ms | between events p50 / p99, ms |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "\n| clients | | tokens/s | server : this | first token p50 / p99, ms | server : this | between p50 / p99, ms |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for one in outcomes:
         server = next(other for other in outcomes if other.clients == one.clients and other.system == SERVER)
-        # The server's share of each round, whose runs stand next to each other.
-        share = median(own / other for own, other in zip(server.rounds, one.rounds, strict=True))
-        ratio = "" if one is server else f"{share:.2f} x"
-        times = [_pair(one.first_p50, one.first_p99), _pair(one.between_p50, one.between_p99)]
-        print(f"| {one.clients} | {one.system} | {one.tokens_per_second:.1f} | {ratio} | {' | '.join(times)} |")
+        share, first = "", ""
+        if one is not server:
+            share, first = _share(server.rounds, one.rounds), _share(server.first_rounds, one.first_rounds)
+        figures = [f"{one.tokens_per_second:.1f}", share, _pair(one.first_p50, one.first_p99), first]
+        figures.append(_pair(one.between_p50, one.between_p99))
+        print(f"| {one.clients} | {one.system} | {' | '.join(figures)} |")
+
+
+def _share(own: Sequence[float], others: Sequence[float]) -> str:
+    """The server's share of each round, whose runs stand next to each other."""
+    if len(own) != len(others) or len(own) < 2:
+        return ""
+    low, middle, high = interval([math.log(one / other) for one, other in zip(own, others, strict=True)])
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _pair(one: float | None, other: float | None) -> str:

@@ -2,7 +2,8 @@
 
     python scripts/shares_table.py --model smollm2 --model FILE.gguf     # on a quiet machine
 
-It measures as ``specdec tune`` does, natively and with kernels compiled for AVX2. Rows of the same processor,
+It measures as ``specdec tune`` does, natively and with kernels compiled for AVX2, but times the library's call alone:
+layers, head and the search for the likeliest token, without Python and torch around them. Rows of the same processor,
 arithmetic and model are replaced, all others stay. A model whose share is above 1 is said and not written, and the
 script exits with 1: its weights stay in a cache, or other work ran meanwhile.
 """
@@ -14,7 +15,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 ROWS = (1, 2, 4, 8, 16)
 PAGE = Path(__file__).parents[1] / "docs/speed.md"
@@ -22,6 +26,23 @@ MARKS = "<!-- shares_table -->\n", "<!-- end of shares -->"
 AVX2 = "-march=x86-64-v3"
 WORKER = "SPECDEC_SHARES_WORKER"
 TITLES = ("processor", "arithmetic", "model", "GB/s", "GFLOP/s", *(f"{n} row{'s' * (n > 1)}" for n in ROWS))
+
+
+class CallClock:
+    """A clock that stands still but while the function runs, in whose place ``timed`` is called."""
+
+    def __init__(self, function: Callable[..., Any], clock: Callable[[], float] = perf_counter) -> None:
+        self._function, self._clock, self._spent = function, clock, 0.0
+
+    def __call__(self) -> float:
+        return self._spent
+
+    def timed(self, *arguments: Any) -> Any:
+        """The function's result."""
+        began = self._clock()
+        found = self._function(*arguments)
+        self._spent += self._clock() - began
+        return found
 
 
 def measured(model: str, dtype: str, threads: int, length: int, seconds: float) -> list[str]:
@@ -32,11 +53,15 @@ def measured(model: str, dtype: str, threads: int, length: int, seconds: float) 
     from specdec.costs.machine import processor
     from specdec.costs.measuring import measure
     from specdec.costs.shares import shares
-    from specdec.native.library import arithmetic
+    from specdec.native.library import arithmetic, library
 
     torch.set_num_threads(threads)
     target = Engine.from_pretrained(model, drafter="none", dtype=dtype, execution="native").target
-    curve = measure(target, rows=ROWS, lengths=(length,), seconds=seconds)
+    if (native := library()) is None:
+        sys.exit("the native library is not there; `specdec info` says why")
+    clock = CallClock(native.specdec_run_layers)
+    native.specdec_run_layers = clock.timed
+    curve = measure(target, rows=ROWS, lengths=(length,), seconds=seconds, clock=clock)
     found = shares(curve, target)
     if found is None:
         sys.exit(f"{model} has no limits here: no native layers run it")

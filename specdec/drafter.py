@@ -18,10 +18,10 @@ from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.policy import RowPolicy
 from specdec.errors import ConfigError
 from specdec.sampling.noise import Noise
-from specdec.sampling.scores import Scores
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Passes, alone
+from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
 from specdec.target import Target
 
@@ -93,7 +93,7 @@ class Observation:
             sessions are appended.
         path: accepted rows, root first, which are committed now; for a chunk all of its rows.
         tokens: the emitted tokens, bonus last; for a chunk its tokens. ``Context.tokens`` holds them already.
-        scores: scores of the draft's scored rows; None for a chunk.
+        scores: what the forward gave of the draft's scored rows; None for a chunk.
         taps: the drafter's ``taps``: layer -> [T, D], all rows of the block.
         readback: the result of the session's ``readback``, copied from the device; None if it was not called.
     """
@@ -101,7 +101,7 @@ class Observation:
     draft: Draft | None
     path: Sequence[int]
     tokens: Sequence[int]
-    scores: Scores | None = None
+    scores: StepOutput | None = None
     taps: Mapping[int, torch.Tensor] = field(default_factory=dict)
     readback: Sequence[int] | None = None
 
@@ -116,18 +116,16 @@ class DeviceStep:
     """A step's results on a device, before they are copied to the host.
 
     Attributes:
-        scores: scores of the draft's scored rows.
-        taps: the drafter's ``taps``.
-        last: int64 [1] on the device, the last accepted row; None where the host decides it.
-        depth: int64 [1] on the device, depth of the last accepted row; None with ``last``.
-        root: int64 [1] on the device, the bonus token, which is the next step's root; None with ``last``.
+        output: of the draft's rows; ``output.hidden`` has the drafter's ``taps``.
+        last: int64 [1] on the device, the last accepted row.
+        depth: int64 [1] on the device, depth of the last accepted row.
+        root: int64 [1] on the device, the bonus token, which is the next step's root.
     """
 
-    scores: Scores
-    taps: Mapping[int, torch.Tensor]
-    last: torch.Tensor | None
-    depth: torch.Tensor | None
-    root: torch.Tensor | None
+    output: StepOutput
+    last: torch.Tensor
+    depth: torch.Tensor
+    root: torch.Tensor
 
 
 @runtime_checkable
@@ -142,7 +140,8 @@ class ReadbackSession(Protocol):
 class RestingSession(Protocol):
     """A session with taps that can do without the hidden states of text that ran while drafting rested for long.
 
-    Of other sessions the engine asks the target for them in every step, though they propose nothing.
+    That text is this one's, or one of whose beginning this one goes on (a prefix cache). Of other sessions the engine
+    asks the target for them in every step, though they propose nothing, and runs a beginning that lacks them anew.
     """
 
     def missed(self) -> None:

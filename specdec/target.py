@@ -2,146 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.runners.rows import Rows, TextRows
 from specdec.runners.runner import FINAL
-from specdec.sampling.scores import Scores
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Pass
 from specdec.step.joining import joined
 from specdec.step.step_io import LayerPlan, StepInput
+from specdec.step.step_output import StepOutput
 
-__all__ = ["FINAL", "Forward", "Target", "TargetOutput", "forward_pass", "run_steps"]
+if TYPE_CHECKING:  # it imports transformers, which a drafter's interface does without
+    from specdec.sampling.sampler import Sampler
 
-_ALL = slice(None)
-
-
-class TargetOutput:
-    """The output of one forward, or the rows of it that belong to one sequence.
-
-    Args:
-        logits: [R, V] of the rows asked for, or their scores; None where none were, or the forward left early.
-        hidden: [T, D] residual stream after the last layer that ran.
-        taps: see the attribute. A layer that only the first rows came through has only those rows.
-        first_time: see the attribute.
-        rows: as they were run; None where none needs them afterwards.
-
-    Attributes:
-        first_time: whether a graph was recorded or a kernel compiled for the forward, so that its time says nothing of
-            the forwards after it.
-        taps: hidden layer number -> [T, D] residual stream after that many layers; ``FINAL``: after the last norm.
-    """
-
-    __slots__ = ("_hidden", "_logits", "_of", "_place", "_rows", "_scored", "first_time", "taps")
-
-    def __init__(
-        self,
-        logits: torch.Tensor | Scores | None,
-        hidden: torch.Tensor,
-        taps: Mapping[int, torch.Tensor] | None = None,
-        *,
-        first_time: bool = False,
-        rows: Rows | None = None,
-    ) -> None:
-        self.first_time = first_time
-        self._of, self._place = rows, 0
-        self._logits, self._hidden, self._rows = logits, hidden, _ALL
-        self._scored: tuple[Scores, int, int] | None = None  # a forward's scores, and which of its rows these are
-        self.taps: Mapping[int, torch.Tensor] = {} if taps is None else taps
-
-    def part(
-        self, number: int, step: StepInput, scored: tuple[Scores, int, int] | None, taps: Collection[int]
-    ) -> TargetOutput:
-        """The rows of a sequence of the forward, and the hidden states of these ``taps``; cut when they are read.
-
-        ``scored``: the scores of the forward, and the range of this part's rows among them; None where it has none.
-        """
-        first, last = step.starts[number], step.starts[number + 1]
-        part = TargetOutput(None, self._hidden, first_time=self.first_time, rows=self._of)
-        part._rows, part._scored, part._place = slice(first, last), scored, number
-        if taps:
-            part.taps = _Cut(self.taps, first, last, taps)
-        return part
-
-    @property
-    def logits(self) -> torch.Tensor | None:
-        """[R, V] of the rows asked for, in the target's dtype; None where none were, or the forward left early."""
-        self._cut()
-        return self._logits.logits if isinstance(self._logits, Scores) else self._logits
-
-    def _cut(self) -> None:
-        """Have the scores of these rows."""
-        if self._scored is not None and self._logits is None:
-            whole, first, last = self._scored
-            self._logits = whole.part(first, last)
-
-    def likeliest(self, rows: Sequence[int] | None) -> tuple[torch.Tensor, int, int]:
-        """As ``device_argmax`` of the scores of ``rows``, which are made only if they are read elsewhere."""
-        if self._scored is None:
-            return self.scores(rows).device_argmax()
-        whole, first, last = self._scored
-        argmax, before, _ = whole.device_argmax()
-        return argmax, before + first, before + last
-
-    @property
-    def rows(self) -> TextRows:
-        """The sequence's rows as they were run, with what went to their device."""
-        assert self._of is not None
-        return self._of.parts[self._place]
-
-    @property
-    def nothing(self) -> bool:
-        """Whether no logits were computed."""
-        return self._logits is None and self._scored is None
-
-    @property
-    def hidden(self) -> torch.Tensor:
-        """[T, D] residual stream after the last layer that ran."""
-        return self._hidden if self._rows is _ALL else self._hidden[self._rows]
-
-    def scores(self, rows: Sequence[int] | None) -> Scores:
-        """The scores of the draft's ``rows`` that logits were asked for; None for all."""
-        self._cut()
-        assert self._logits is not None
-        if not isinstance(self._logits, Scores):
-            return Scores(self._logits, rows)
-        self._logits.rows = rows
-        return self._logits
-
-
-class _Cut(Mapping[int, torch.Tensor]):
-    """Rows [first, last) of some layers' hidden states, cut when they are read; layers with fewer rows are left out."""
-
-    __slots__ = ("_first", "_last", "_layers", "_whole")
-
-    def __init__(self, whole: Mapping[int, torch.Tensor], first: int, last: int, layers: Collection[int]) -> None:
-        self._whole, self._first, self._last, self._layers = whole, first, last, layers
-
-    def __getitem__(self, layer: int) -> torch.Tensor:
-        rows = self._whole[layer]
-        if self._last > len(rows) or layer not in self._layers:
-            raise KeyError(layer)
-        return rows[self._first : self._last]
-
-    def __iter__(self) -> Iterator[int]:
-        return (layer for layer, rows in self._whole.items() if layer in self._layers and self._last <= len(rows))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+__all__ = ["FINAL", "Forward", "Target", "forward_pass", "run_steps"]
 
 
 class Target(Protocol):
     """A model, as the engine and drafters use it.
 
-    ``layer_weights`` is the number of weights in all layers; a forward reads them and the head's.
+    ``layer_weights`` is the number of weights in all layers; a forward reads them and the head's. ``shared``: whether
+    several processes run each forward together.
     """
 
     name: str
@@ -149,6 +36,7 @@ class Target(Protocol):
     hidden_size: int
     num_layers: int
     layer_weights: int
+    shared: bool
     context_length: int
     eos_ids: frozenset[int]
     device: torch.device
@@ -164,8 +52,14 @@ class Target(Protocol):
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
 
-    def forward(self, step: StepInput) -> TargetOutput:
+    def forward(self, step: StepInput) -> StepOutput:
         """Run rows of one sequence or several, as ``step`` says."""
+
+    def greet(self, sampler: Sampler, **others: Any) -> None:
+        """At the start of a text, see that all processes begin the same one; ``others``: what else decides the text."""
+
+    def check_layers(self, asked: str) -> None:
+        """Raises ConfigError where no layer can be entered, left or skipped, which ``asked`` (a drafter) does."""
 
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
@@ -199,17 +93,17 @@ class Forward:
     target: Target
     plan: LayerPlan
 
-    def __call__(self, steps: Sequence[StepInput]) -> list[TargetOutput]:
+    def __call__(self, steps: Sequence[StepInput]) -> list[StepOutput]:
         with self.target.active():
             return run_steps(self.target, steps)
 
 
 def forward_pass(target: Target, step: StepInput) -> Pass:
-    """The pass of one sequence's rows; its output is a TargetOutput."""
+    """The pass of one sequence's rows; its output is a StepOutput."""
     return Pass(Forward(target, step.plan), step, target.batch_invariant)
 
 
-def run_steps(target: Target, steps: Sequence[StepInput]) -> list[TargetOutput]:
+def run_steps(target: Target, steps: Sequence[StepInput]) -> list[StepOutput]:
     """Run the rows of several sequences, of one plan, as one forward; returns each one's part of the output, in order.
 
     Those that enter a layer with hidden states join the others there.
@@ -221,15 +115,14 @@ def run_steps(target: Target, steps: Sequence[StepInput]) -> list[TargetOutput]:
         ranked = sorted(steps, key=_layer)
     together = joined(ranked)
     output = target.forward(together)
-    scores = None if output.nothing else output.scores(None)
-    outputs: dict[int, TargetOutput] = {}
+    outputs: dict[int, StepOutput] = {}
     scored = 0
     for number, step in enumerate(ranked):
-        logits = step.wanted.logits
-        count = step.rows if logits is None else len(logits)
-        own = (scores, scored, scored + count) if count and scores is not None else None
-        outputs[id(step)] = output.part(number, together, own, step.wanted.hidden)
-        scored += count
+        logits, rows = step.wanted.logits, slice(together.starts[number], together.starts[number + 1])
+        places = range(scored, scored + (step.rows if logits is None else len(logits)))
+        own = logits.tolist() if logits is not None and places else None
+        outputs[id(step)] = output.of(rows, places, own, step.wanted.hidden, number)
+        scored = places.stop
     return [outputs[id(step)] for step in steps]
 
 

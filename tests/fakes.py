@@ -13,7 +13,7 @@ from specdec import Context, Draft, Drafter, DrafterBase, DrafterWrapper, DraftS
 from specdec.sampling.noise import Noise
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.step_io import StepInput
-from specdec.target import TargetOutput
+from specdec.step.step_output import StepOutput
 
 CPU = torch.device("cpu")
 
@@ -30,6 +30,7 @@ class Reciter:
     dtype = torch.float64
     backend = "sdpa"
     batch_invariant = True
+    shared = False
     name = "reciter"
 
     def __init__(
@@ -44,6 +45,9 @@ class Reciter:
         self.eos_ids = frozenset(eos_ids)
         self.forwards: list[int] = []  # rows of each
         self.options: dict[str, Any] = {}
+
+    def check_layers(self, asked: str) -> None:
+        pass
 
     def check_unchanged(self) -> None:
         pass
@@ -61,7 +65,7 @@ class Reciter:
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return KVCache([LayerSpec(1, 1, 1, None, CPU, self.dtype)], capacity=capacity, rows=rows)
 
-    def forward(self, step: StepInput) -> TargetOutput:
+    def forward(self, step: StepInput) -> StepOutput:
         ids, wanted = step.ids, step.wanted.scored
         for cache, start, first, last in zip(
             step.texts, self._begins(step), step.starts, step.starts[1:], strict=False
@@ -71,12 +75,12 @@ class Reciter:
         self.forwards.append(step.rows)
         hidden = torch.zeros(step.rows, 1, dtype=self.dtype)
         if step.wanted.nothing:
-            return TargetOutput(None, hidden)
+            return StepOutput(out=hidden)
         rows = range(step.rows) if wanted is None else wanted
         logits = torch.zeros(len(rows), self.vocab_size, dtype=self.dtype)
         for place, row in enumerate(rows):
             logits[place, self.rule(self.text(step, row))] = 10
-        return TargetOutput(logits, hidden)
+        return StepOutput(logits, wanted, out=hidden)
 
     def _begins(self, step: StepInput) -> list[int]:
         """Where each sequence's first row is stored."""

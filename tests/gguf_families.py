@@ -1,4 +1,4 @@
-"""GGUF files of tiny random models of every architecture that is read, in float32, with any setting or tensor changed.
+"""GGUF files of tiny random models of many architectures, in float32, with any setting or tensor changed.
 
 No number is a default of llama.cpp's or of transformers', and weights are large enough for every part to matter.
 """
@@ -6,6 +6,7 @@ No number is a default of llama.cpp's or of transformers', and weights are large
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,77 +14,163 @@ import gguf
 import numpy as np
 
 VOCABULARY, WIDTH, HEADS, KEYS, DIM, INNER, EXPERTS, WINDOW, CONTEXT = 96, 64, 4, 2, 16, 80, 4, 8, 64
-ARCHITECTURES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "starcoder2", "phi3")
-_LAYERS = {"gemma3": 7}  # which has one global layer in six
+_NARROW = 48  # width of an expert, where the file says it
+_QUERIES, _PAIRS = HEADS * DIM, KEYS * DIM
 _WRITE = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+_RMS, _LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _experts(inner: int) -> Shapes:
+    into = {f"ffn_{part}_exps.weight": (EXPERTS, inner, WIDTH) for part in ("gate", "up")}
+    return {"ffn_gate_inp.weight": (EXPERTS, WIDTH), "ffn_down_exps.weight": (EXPERTS, WIDTH, inner), **into}
+
+
+_PARTS: dict[str, Shapes] = {  # of a layer
+    "norms": {"attn_norm.weight": (WIDTH,), "ffn_norm.weight": (WIDTH,)},
+    "one norm": {"attn_norm.weight": (WIDTH,)},
+    "norm biases": {"attn_norm.bias": (WIDTH,), "ffn_norm.bias": (WIDTH,)},
+    "later norms": {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)},
+    "later norm": {"post_attention_norm.weight": (WIDTH,)},
+    "attention": {
+        "attn_output.weight": (WIDTH, _QUERIES),
+        "attn_q.weight": (_QUERIES, WIDTH),
+        "attn_k.weight": (_PAIRS, WIDTH),
+        "attn_v.weight": (_PAIRS, WIDTH),
+    },
+    "stacked attention": {
+        "attn_output.weight": (WIDTH, _QUERIES),
+        "attn_qkv.weight": (_QUERIES + 2 * _PAIRS, WIDTH),
+    },
+    "biases": {"attn_q.bias": (_QUERIES,), "attn_k.bias": (_PAIRS,), "attn_v.bias": (_PAIRS,)},
+    "output bias": {"attn_output.bias": (WIDTH,)},
+    "head norms": {"attn_q_norm.weight": (DIM,), "attn_k_norm.weight": (DIM,)},
+    "wide norms": {"attn_q_norm.weight": (_QUERIES,), "attn_k_norm.weight": (_PAIRS,)},
+    "sinks": {"attn_sinks.weight": (HEADS,)},
+    "gated": {"ffn_gate.weight": (INNER, WIDTH), "ffn_up.weight": (INNER, WIDTH), "ffn_down.weight": (WIDTH, INNER)},
+    "stacked": {"ffn_up.weight": (2 * INNER, WIDTH), "ffn_down.weight": (WIDTH, INNER)},
+    "plain": {
+        "ffn_up.weight": (INNER, WIDTH),
+        "ffn_down.weight": (WIDTH, INNER),
+        "ffn_up.bias": (INNER,),
+        "ffn_down.bias": (WIDTH,),
+    },
+    "experts": _experts(INNER),
+    "narrow experts": _experts(_NARROW),
+    "expert biases": {
+        "ffn_gate_inp.bias": (EXPERTS,),
+        "ffn_gate_exps.bias": (EXPERTS, _NARROW),
+        "ffn_up_exps.bias": (EXPERTS, _NARROW),
+        "ffn_down_exps.bias": (EXPERTS, WIDTH),
+    },
+    "shared expert": {
+        "ffn_gate_shexp.weight": (_NARROW, WIDTH),
+        "ffn_up_shexp.weight": (_NARROW, WIDTH),
+        "ffn_down_shexp.weight": (WIDTH, _NARROW),
+    },
+    "shared expert's gate": {"ffn_gate_inp_shexp.weight": (WIDTH,)},
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The parts of an architecture's layers, and its settings beyond those of all.
+
+    Attributes:
+        own: the architecture that a file names, where it differs from the key; else empty.
+        tied: whether the head is the embedding.
+        biased: whether the last norm has a bias.
+    """
+
+    parts: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    layers: int = 3
+    own: str = ""
+    tied: bool = False
+    biased: bool = False
+
+
+_DENSE = ("norms", "attention", "gated")
+_CHOSEN = {"expert_count": EXPERTS, "expert_used_count": 2}
+_NARROWED = {**_CHOSEN, "expert_feed_forward_length": _NARROW}
+_SHARED = {**_NARROWED, "expert_shared_feed_forward_length": _NARROW}
+_SLIDES = {"attention.sliding_window": WINDOW}
+_GEMMA = (*_DENSE, "later norms")
+_SCALES = {"logit_scale": 3.0, "residual_scale": 0.7, "embedding_scale": 2.0, "attention.scale": 0.3}
+_LAYER_NORMED: dict[str, Any] = {_RMS: None, _LAYER_NORM: 3e-4}
+FAMILIES = {
+    "llama": Family(_DENSE),
+    "mixtral": Family(("norms", "attention", "experts"), _CHOSEN, own="llama"),
+    "qwen2": Family((*_DENSE, "biases")),
+    "qwen3": Family((*_DENSE, "head norms")),
+    "qwen3moe": Family(("norms", "attention", "head norms", "narrow experts"), _NARROWED),
+    "gemma2": Family(_GEMMA, {**_SLIDES, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}, tied=True),
+    "gemma3": Family((*_GEMMA, "head norms"), _SLIDES, layers=7, tied=True),  # one layer in six is global
+    "starcoder2": Family(
+        ("norms", "norm biases", "attention", "biases", "output bias", "plain"), _LAYER_NORMED, biased=True
+    ),
+    "phi3": Family(("norms", "stacked attention", "stacked")),
+    "gpt-oss": Family(
+        ("one norm", "later norm", "attention", "biases", "output bias", "sinks", "narrow experts", "expert biases"),
+        {**_NARROWED, **_SLIDES},
+    ),
+    "granite": Family(_DENSE, _SCALES),
+    "granitemoe": Family(("norms", "attention", "experts"), {**_CHOSEN, **_SCALES}),
+    "smollm3": Family(_DENSE, layers=5),  # one layer in four has no positions
+    "mistral3": Family(_DENSE, {"attention.temperature_scale": 0.4, "rope.scaling.original_context_length": 16}),
+    "qwen2moe": Family(
+        ("norms", "attention", "biases", "narrow experts", "shared expert", "shared expert's gate"), _SHARED
+    ),
+    "glm4": Family(("norms", "later norms", "attention", "stacked")),
+    "olmo2": Family(("later norms", "attention", "wide norms", "gated")),
+    "command-r": Family(("one norm", "attention", "gated"), {**_LAYER_NORMED, "logit_scale": 0.3}, tied=True),
+    "cohere2": Family(
+        ("one norm", "attention", "gated"), {**_LAYER_NORMED, **_SLIDES, "logit_scale": 0.3}, layers=5, tied=True
+    ),
+    "gemma": Family(_DENSE, tied=True),
+    "seed_oss": Family(("one norm", "later norm", "attention", "biases", "gated")),
+    "exaone4": Family(("later norms", "attention", "head norms", "gated"), _SLIDES, layers=64),
+    "ernie4_5": Family(_DENSE),
+    "hunyuan-dense": Family((*_DENSE, "head norms")),
+    "hunyuan-moe": Family(("norms", "attention", "head norms", "experts", "shared expert"), _SHARED),
+}
+"""Architecture -> what its files hold; ``mixtral`` is a ``llama`` with experts."""
+
+_UNREAD = ("gpt-oss", "granitemoe", "mistral3", "hunyuan-moe")
+ARCHITECTURES = tuple(family for family in FAMILIES if family not in _UNREAD)
+"""Those that are read."""
 
 
 def settings_of(family: str) -> dict[str, Any]:
-    """An architecture's settings, as llama.cpp's converter writes them; ``mixtral`` is a ``llama`` with experts."""
-    epsilon = "layer_norm_epsilon" if family == "starcoder2" else "layer_norm_rms_epsilon"
-    said: dict[str, Any] = {
+    """An architecture's settings, as llama.cpp's converter writes them; None: it has none."""
+    return {
         "context_length": CONTEXT,
-        "block_count": _LAYERS.get(family, 3),
+        "block_count": FAMILIES[family].layers,
         "embedding_length": WIDTH,
         "feed_forward_length": INNER,
         "attention.head_count": HEADS,
         "attention.head_count_kv": KEYS,
-        f"attention.{epsilon}": 3e-4,
+        _RMS: 3e-4,
         "rope.freq_base": 5e3,
         "rope.dimension_count": DIM,
         "attention.key_length": DIM,
         "attention.value_length": DIM,
+        **FAMILIES[family].settings,
     }
-    if family in ("mixtral", "qwen3moe"):
-        said |= {"expert_count": EXPERTS, "expert_used_count": 2}
-    if family == "qwen3moe":
-        said["expert_feed_forward_length"] = 48
-    if family.startswith("gemma"):
-        said |= {"attention.sliding_window": WINDOW}
-    if family == "gemma2":
-        said |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
-    return said
 
 
-def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
+def shapes_of(family: str) -> Shapes:
     """An architecture's tensors by name, in torch's order of dimensions."""
-    queries, keys = HEADS * DIM, KEYS * DIM
-    layer: dict[str, tuple[int, ...]] = {"attn_norm.weight": (WIDTH,), "ffn_norm.weight": (WIDTH,)}
-    layer |= {
-        "attn_output.weight": (WIDTH, queries),
-        "ffn_down.weight": (WIDTH, INNER),
-        "ffn_up.weight": (INNER, WIDTH),
-    }
-    if family == "phi3":
-        layer |= {"attn_qkv.weight": (queries + 2 * keys, WIDTH), "ffn_up.weight": (2 * INNER, WIDTH)}
-    else:
-        sizes = {"q": queries, "k": keys, "v": keys}
-        layer |= {f"attn_{part}.weight": (size, WIDTH) for part, size in sizes.items()}
-        if family in ("qwen2", "starcoder2"):
-            layer |= {f"attn_{part}.bias": (size,) for part, size in sizes.items()}
-    if family == "starcoder2":
-        layer |= {"attn_norm.bias": (WIDTH,), "ffn_norm.bias": (WIDTH,), "attn_output.bias": (WIDTH,)}
-        layer |= {"ffn_up.bias": (INNER,), "ffn_down.bias": (WIDTH,)}
-    if family not in ("phi3", "starcoder2"):
-        layer["ffn_gate.weight"] = (INNER, WIDTH)
-    if family in ("qwen3", "qwen3moe", "gemma3"):
-        layer |= {"attn_q_norm.weight": (DIM,), "attn_k_norm.weight": (DIM,)}
-    if family.startswith("gemma"):
-        layer |= {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)}
-    if family in ("mixtral", "qwen3moe"):
-        inner = 48 if family == "qwen3moe" else INNER
-        layer = {
-            name: shape for name, shape in layer.items() if not name.startswith(("ffn_gate", "ffn_up", "ffn_down"))
-        }
-        layer |= {"ffn_gate_inp.weight": (EXPERTS, WIDTH), "ffn_down_exps.weight": (EXPERTS, WIDTH, inner)}
-        layer |= {f"ffn_{part}_exps.weight": (EXPERTS, inner, WIDTH) for part in ("gate", "up")}
-    shapes = {"token_embd.weight": (VOCABULARY, WIDTH), "output_norm.weight": (WIDTH,)}
-    if not family.startswith("gemma"):  # whose head is the embedding's
+    known = FAMILIES[family]
+    shapes: Shapes = {"token_embd.weight": (VOCABULARY, WIDTH), "output_norm.weight": (WIDTH,)}
+    if not known.tied:
         shapes["output.weight"] = (VOCABULARY, WIDTH)
-    if family == "starcoder2":
+    if known.biased:
         shapes["output_norm.bias"] = (WIDTH,)
-    for number in range(_LAYERS.get(family, 3)):
-        shapes |= {f"blk.{number}.{name}": shape for name, shape in layer.items()}
+    for number in range(known.layers):
+        for part in known.parts:
+            shapes |= {f"blk.{number}.{name}": shape for name, shape in _PARTS[part].items()}
     return shapes
 
 
@@ -99,13 +186,13 @@ def write_family(
 
     Args:
         path: of the file.
-        family: of ``ARCHITECTURES``.
+        family: of ``FAMILIES``.
         settings: other values by their keys behind the architecture's name; None: the key is left out.
         tensors: shapes of more tensors by their names; None: the tensor is left out.
         general: settings by their whole keys.
         vocabulary: other ``tokens``, which are bytes and words, and their ``types``.
     """
-    own = "llama" if family == "mixtral" else family
+    own = FAMILIES[family].own or family
     writer = gguf.GGUFWriter(path, own)
     said = {f"{own}.{key}": value for key, value in (settings_of(family) | dict(settings or {})).items()}
     for key, value in (said | dict(general or {})).items():

@@ -22,9 +22,9 @@ from specdec.runners.graphs import Outcome
 from specdec.runners.rotary import rotate, signed
 from specdec.sampling import noise
 from specdec.sampling.noise import Noise
-from specdec.sampling.scores import finite_argmax
 from specdec.step import device_copies
 from specdec.step.pages import PAGE
+from specdec.step.step_output import finite_argmax
 
 __all__ = ["Kernels", "Recorder", "launch"]
 

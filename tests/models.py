@@ -81,6 +81,12 @@ MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
 FAMILIES = tuple(family for family in _FAMILIES if family not in ("gemma", "olmoe"))  # whose parts others have
 
+OF_LAYERS = ("kangaroo", "layer_skip")
+"""Drafters that run some of the target's layers, which a model that is run by its own forward does not let them."""
+
+FUSED = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that fused layers run in float64; the others are run by their own forward there."""
+
 WINDOWS = {
     "llama": [None, None, None],
     "mistral": [WINDOW] * 3,
@@ -123,25 +129,28 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
 
 
 def target_of(
-    family: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa", execution: str | None = None
+    family: str, dtype: torch.dtype = torch.float64, attention: str = "auto", execution: str | None = None
 ) -> TransformersTarget:
     """The family's target, made once; run by its own modules, it is around the one model of the family.
 
     Unless told otherwise it is run as an engine would run it in float64, which takes half the time, and by its own
-    modules in a precision in which ways to run a layer round differently.
+    modules in a precision in which ways to run a layer round differently. ``attention`` is that of fused layers.
     """
-    chosen = execution or ("auto" if dtype == torch.float64 else "transformers")
-    return _target_of(family, dtype, attention, chosen)
+    chosen = execution or ("auto" if dtype == torch.float64 else "modules")
+    named = family in FUSED and chosen in ("auto", "fused")
+    return _target_of(family, dtype, attention if named else "auto", chosen)
 
 
 @cache  # which takes f(x) and f(x, default) for two calls, hence the functions above
+@torch.inference_mode(False)
 def _model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
     return new_model(family, dtype)
 
 
 @cache
+@torch.inference_mode(False)  # which a test may be in
 def _target_of(family: str, dtype: torch.dtype, attention: str, execution: str) -> TransformersTarget:
-    model = _model_of(family, dtype) if execution == "transformers" else new_model(family, dtype)
+    model = _model_of(family, dtype) if execution == "modules" else new_model(family, dtype)
     return TransformersTarget(model, attention=attention, execution=execution, owned=True)
 
 

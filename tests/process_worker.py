@@ -31,14 +31,14 @@ WIDE = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
 
 
 def sharded(late: float = 30.0) -> Engine:
-    return Engine(ShardedTarget(new_model("llama"), owned=True, execution="transformers", ranks=Ranks(late)))
+    return Engine(ShardedTarget(new_model("llama"), owned=True, execution="modules", ranks=Ranks(late)))
 
 
 def random_families() -> dict[str, Any]:
     """Random models, lookahead and auto, greedy and drawn, by all ranks and by this one alone."""
     found: dict[str, Any] = {"together": [], "alone": []}
     for family in ("llama", "gemma3"):
-        target = ShardedTarget(new_model(family), owned=True, execution="transformers")
+        target = ShardedTarget(new_model(family), owned=True, execution="modules")
         for drafter in (WIDE, "auto"):
             for sampling in (None, SAMPLING):
                 found["together"].append(Engine(target, None, drafter).generate(PROMPT, NEW, sampling).token_ids)
@@ -87,7 +87,7 @@ def tiny_tensor() -> dict[str, Any]:
 
 
 def folder_rows() -> dict[str, Any]:
-    return loaded(sys.argv[2], "rows", ["lookahead", "auto"], dtype=torch.float32, execution="transformers")
+    return loaded(sys.argv[2], "rows", ["lookahead", "auto"], dtype=torch.float32, execution="modules")
 
 
 def failing(then: Callable[[], None]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from specdec.runners.sent_rows import SentRows, SentText, rows_on
 from specdec.step.cache import KVCache
 from specdec.step.joining import joined
 from specdec.step.step_io import ALL, WHOLE, Entering, LayerPlan, StepInput, Wanted
-from specdec.target import TargetOutput
+from specdec.step.step_output import StepOutput
 
 __all__ = ["Text", "asked", "beside", "run_together", "text"]
 
@@ -84,7 +84,7 @@ class Text:
         first: int = 0,
         again: bool = True,
         **options: Any,
-    ) -> TargetOutput:
+    ) -> StepOutput:
         """One forward of rows ``first`` and up of a tree: a whole draft, or tokens.
 
         Args:
@@ -95,7 +95,7 @@ class Text:
             options: what is asked of the forward: ``taps``, ``rows``, ``top_k``, ``exit_layer`` and ``entry``.
         """
         step = self.rows(tokens, parents, first=first, again=again, **asked(**options))
-        output: TargetOutput = self._target.forward(step)
+        output: StepOutput = self._target.forward(step)
         return output
 
     def commit(self, path: Sequence[int]) -> None:
@@ -145,11 +145,11 @@ def beside(specs: Sequence[Any], *, capacity: int = 64, rows: int = 32) -> Text:
     return Text(KVCache(specs, capacity=capacity, rows=rows))
 
 
-def run_together(texts: Sequence[Text], drafts: Sequence[Draft], *, again: bool = True, **options: Any) -> TargetOutput:
+def run_together(texts: Sequence[Text], drafts: Sequence[Draft], *, again: bool = True, **options: Any) -> StepOutput:
     """One forward of a draft of each text; their rows lie one after the other."""
     more = asked(**options)
     pairs = zip(texts, drafts, strict=True)
-    output: TargetOutput = texts[0]._target.forward(joined([own.rows(one, again=again, **more) for own, one in pairs]))
+    output: StepOutput = texts[0]._target.forward(joined([own.rows(one, again=again, **more) for own, one in pairs]))
     return output
 
 

@@ -136,7 +136,7 @@ class FrozenTarget:
             for size in torch.unique_consecutive(documents, return_counts=True)[1].tolist():
                 ids = tokens[start : start + size].tolist()
                 wanted = Wanted(NOTHING.logits, 0, self._taps)
-                taps = target.forward(StepInput.of(cache, ids, wanted=wanted)).taps
+                taps = target.forward(StepInput.of(cache, ids, wanted=wanted)).hidden
                 pieces.append(torch.stack([taps[tap].to(tokens.device) for tap in self._taps]))
                 start += size
         return torch.cat(pieces, 1)  # outside of inference mode, so that autograd can use it

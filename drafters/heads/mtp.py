@@ -113,6 +113,11 @@ class Mtp(HeadDrafter):
                 f"mtp makes layers of the class that the target's are of, and this {type(target).__name__} is no "
                 "transformers decoder; use another drafter"
             )
+        if getattr(target.decoder, "rotary_emb", None) is None or not len(target.layers):
+            raise CheckpointError(
+                f"mtp makes layers of the class that the target's are of, and specdec knows no layers with rotary "
+                f"positions in this {target.name}; use another drafter"
+            )
         folder = Path(config.head) if config.head is not None else own_layers(target)
         if folder is None:
             raise CheckpointError(
@@ -195,12 +200,19 @@ class MtpSession(UnreadSession):
         more = max(rows + (options.rows or 0), min(CHUNK, text)) + rows
         self._later = [_Later(KVCache([spec], capacity=text, rows=more)) for spec in step.specs[1:]]
         self._stays = self._stays and not self._later  # a later layer's rows have tokens of the text and of the draft
+        self._anew = 0  # from this position on all hidden states are known
         self._logits: torch.Tensor | None = None  # behind the latest level's nodes
         self._states = dict[int, torch.Tensor]()  # node -> output of the latest layer
         self._stage = 0
 
+    def missed(self) -> None:
+        self._miss()
+        self._anew = self._next
+        for own in self._later:
+            own.miss(self._anew)
+
     def _absorb(self, features: torch.Tensor) -> None:
-        first = self._own.cache.length
+        first = self._next
         step = self._own.text_rows(self._tokens_of(features))
         (guess,) = self._step.stages[0]([Nodes(step, features, asked=0)])
         self._own.read_text(step, root=False)
@@ -210,8 +222,8 @@ class MtpSession(UnreadSession):
     def _absorb_later(self) -> None:
         """Run the later layers for the rows of text that they lack, except the last row, behind which they guess."""
         for stage, own in enumerate(self._later, 1):
-            while own.last - 1 > own.cache.length:
-                first = own.cache.length
+            while own.last - 1 > own.next:
+                first = own.next
                 states, tokens = self._text_of(stage, min(own.last - 1, first + CHUNK))
                 if not tokens:
                     break
@@ -221,26 +233,26 @@ class MtpSession(UnreadSession):
 
     def _tokens_of(self, features: torch.Tensor) -> list[int]:
         """The tokens that belong to the next hidden states; each stands one position behind its state."""
-        first = self._own.cache.length + 1
+        first = self._next + 1
         return self._context.tokens[first : first + len(features)]
 
     def _hand_on(self, stage: int, first: int, states: torch.Tensor) -> None:
-        """Keep a layer's outputs for rows of text from ``first`` on, as inputs of the next layer."""
+        """Keep a layer's outputs for the text from position ``first`` on, as inputs of the next layer."""
         if stage < len(self._later):
             self._later[stage].put(first, states)
 
     def _text_of(self, stage: int, known: int) -> tuple[torch.Tensor, list[int]]:
         """States and tokens of the rows of text that a later layer lacks and whose states and tokens are known."""
         own, tokens = self._later[stage - 1], self._context.tokens
-        first, last = own.cache.length, min(known, len(tokens) - 1 - stage)
+        first, last = own.next, min(known, len(tokens) - 1 - stage)
         if last <= first:
             return torch.empty(0), []
         return own.states(first, last), tokens[first + 1 + stage : last + 1 + stage]
 
     def _begin(self, deepest: int) -> Passes[None]:
-        if any(own.last - own.cache.length > CHUNK // 2 for own in self._later):  # no draft has reached them for long
+        if any(own.last - own.next > CHUNK // 2 for own in self._later):  # no draft has reached them for long
             self._absorb_later()
-        features, first = self._own.catch_up(), self._own.cache.length
+        features, first = self._own.catch_up(), self._next
         step = self._own.text_rows(self._tokens_of(features))
         guess: Guess = yield Pass(self._step.stages[0], Nodes(step, features))
         self._own.read_text(step)
@@ -262,9 +274,10 @@ class MtpSession(UnreadSession):
         return self._logits
 
     def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
-        depth, most = grown.depths[level[0]], len(self._context.tokens) - 2
+        depth, most = grown.depths[level[0]], len(self._context.tokens) - 2 - self._anew
         if depth:
-            # Each layer starts one token later than the one before, so a short text does not reach all layers.
+            # Each layer starts one token later than the one before, so a short text does not reach all layers, nor
+            # does the one behind a rest.
             stage = min(depth, len(self._later), most)
             if stage > self._stage:
                 yield from self._next_layer(grown, level, stage)
@@ -295,7 +308,7 @@ class MtpSession(UnreadSession):
         nodes = [*sorted(above - {*level}), *level]
         root = own.states(limit, limit + 1)  # input of nodes right below the root
         given = [root if not grown.parents[node] else self._states[grown.parents[node]] for node in nodes]
-        first, rows = own.cache.length, len(tokens)
+        first, rows = own.next, len(tokens)
         own.begin(rows)
         own.grow(grown, nodes)
         all_tokens = [*tokens, *(grown.tokens[node] for node in nodes)]
@@ -325,20 +338,34 @@ def _above(grown: Growth, node: int) -> list[int]:
 
 
 class _Later:
-    """A layer behind the first: its cache, its inputs from the layer before, and the rows of this step's tree."""
+    """A layer behind the first: its cache, its inputs from the layer before, and the rows of this step's tree.
+
+    A row of text is named by its position in the text. The cache lacks the positions that were missed.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
+        self._missing = 0
         self._first, self._given = 0, list[torch.Tensor]()
         self.begin(0)
 
     @property
+    def next(self) -> int:
+        """The position of the next row of the cache; valid between two steps."""
+        return self.cache.length + self._missing
+
+    @property
     def last(self) -> int:
-        """The end of the rows of text for which the layer before has given inputs."""
+        """The end of the text for which the layer before has given inputs."""
         return self._first + sum(map(len, self._given))
 
+    def miss(self, position: int) -> None:
+        """Go on at a position of the text, without what the cache lacks before it."""
+        self._missing = position - self.cache.length
+        self._first, self._given = position, []
+
     def put(self, first: int, states: torch.Tensor) -> None:
-        """Keep inputs [T, D] for rows from ``first`` on; they replace earlier ones from there on."""
+        """Keep inputs [T, D] from position ``first`` on; they replace earlier ones from there on."""
         if self._given and first < self.last:
             self._given = [torch.cat(self._given)[: first - self._first]]
         if first == self.last or not self._given:
@@ -346,9 +373,9 @@ class _Later:
             self._given.append(states)
 
     def states(self, first: int, last: int) -> torch.Tensor:
-        """[last - first, D] the inputs of rows [first, last); inputs of committed rows before them are dropped."""
+        """[last - first, D] the inputs of [first, last); inputs of committed rows before them are dropped."""
         whole = self._given[0] if len(self._given) == 1 else torch.cat(self._given)
-        keep = max(0, min(first, self.cache.length) - self._first)
+        keep = max(0, min(first, self.next) - self._first)
         self._given, self._first = [whole[keep:]], self._first + keep
         return self._given[0][first - self._first : last - self._first]
 

@@ -47,8 +47,9 @@ from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.later import Later
 from specdec.step.step_io import Entering, LayerPlan, StepInput
+from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft, Hints
-from specdec.target import Target, TargetOutput, forward_pass
+from specdec.target import Target, forward_pass
 
 __all__ = ["Kangaroo", "KangarooConfig", "check_adapter"]
 
@@ -102,6 +103,7 @@ class Kangaroo(DrafterBase):
 
     def __init__(self, config: KangarooConfig, adapter: Adapter, target: Target) -> None:
         super().__init__(config)
+        target.check_layers(self.name)
         self.vocabulary = DraftVocabulary(adapter.draft_tokens, target)
         self.adapter = AdapterStep(adapter, self.vocabulary.head, target.norm)
         self.batch_invariant = self.adapter.batch_invariant and target.batch_invariant
@@ -224,9 +226,9 @@ class KangarooSession(BatchedSession):
             return Draft(tokens, parents)
         if self._reads_prefix:
             self._ids = torch.tensor([context.tokens], device=self._ids.device)
-        root: TargetOutput = yield self._shallow(tokens, parents, depths)
-        features = [root.hidden]
-        unread: list[torch.Tensor] = [root.rows.tokens[0]] if self._stays else []
+        root: StepOutput = yield self._shallow(tokens, parents, depths)
+        features = [root.out]
+        unread: list[torch.Tensor] = [root.tokens] if self._stays else []
         q: dict[int, torch.Tensor] = {}
         nodes, reached, cost = range(1), [1.0], 0.0  # rows to guess behind, and the chances that all above is right
         while nodes and depths[nodes[0]] < most and len(parents) < row_budget:
@@ -247,7 +249,7 @@ class KangarooSession(BatchedSession):
                     read = device_copies.reading(torch.cat((places.double(), shares.double())))
                     if self._ahead:
                         ahead = Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
-                        hidden = (yield self._shallow(ahead, [*parents, last], [*depths, depths[last] + 1])).hidden
+                        hidden = (yield self._shallow(ahead, [*parents, last], [*depths, depths[last] + 1])).out
                     numbers_read = read()
                     listed = [(numbers_read[: len(places)], numbers_read[len(places) :])]
                 guesses = [
@@ -277,7 +279,7 @@ class KangarooSession(BatchedSession):
                 self._ids = torch.cat((self._ids, newest.to(self._ids.device)[None]), 1)
             parents += above
             depths += [depths[last] + 1] * len(above)
-            features.append(hidden if self._ahead else (yield self._shallow(chosen, parents, depths)).hidden)
+            features.append(hidden if self._ahead else (yield self._shallow(chosen, parents, depths)).out)
             nodes = range(first, first + len(reached))
         cost += (len(features) - 1) * self._shallow_price
         entry = Entering(drafter.exit_layer, torch.cat(features))

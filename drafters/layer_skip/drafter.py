@@ -103,7 +103,7 @@ class LayerSkip(DrafterBase):
         """The drafter for a target.
 
         Raises:
-            ConfigError: the target has no such layers, or does not let single layers run.
+            ConfigError: the target has no such layers, or is run as a whole, or over several processes.
             CheckpointError: the target has no more than ``exit_layer`` layers.
         """
         if getattr(target, "splits", False):
@@ -111,6 +111,7 @@ class LayerSkip(DrafterBase):
                 "parallel='rows' runs all layers together, and layer_skip some of them alone; choose lookahead, medusa "
                 "or auto"
             )
+        target.check_layers(cls.name)
         if config.exit_layer is not None:
             early = KangarooConfig(exit_layer=config.exit_layer, gamma=config.tokens, branch=config.branch)
             made = Kangaroo.build(early, target)

@@ -109,7 +109,7 @@ def effects(target: Target, tokens: Sequence[int]) -> tuple[list[Effect], torch.
     with target.active():
         output = target.forward(StepInput.of(cache, tokens, wanted=Wanted(hidden=range(count + 1))))
         for layer in range(count):
-            given, got = output.taps[layer], output.taps[layer + 1]
+            given, got = output.hidden[layer], output.hidden[layer + 1]
             if not halved:
                 found.append(Effect(_change(given, got)))
             else:
@@ -117,7 +117,7 @@ def effects(target: Target, tokens: Sequence[int]) -> tuple[list[Effect], torch.
                 entering = Entering(layer, given)
                 between = target.forward(
                     StepInput.of(cache, tokens, plan=attending, wanted=NOTHING, entering=entering)
-                ).hidden
+                ).out
                 found.append(Effect(_change(given, got), _change(given, between), _change(between, got)))
         assert output.logits is not None
         return found, output.logits.argmax(-1)

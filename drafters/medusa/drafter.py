@@ -266,11 +266,7 @@ class MedusaSession(BatchedSession):
         return State(self._seen[FINAL], self._last, self._context.root), self if self._samples else None
 
     def readback(self, step: DeviceStep) -> torch.Tensor | None:
-        hidden = step.taps[FINAL]
-        if step.last is None:
-            return None
-        assert step.root is not None
-        assert step.depth is not None
+        hidden = step.output.hidden[FINAL]
         state, recorded = hidden.index_select(0, step.last.to(hidden.device)), self._drafter.recorded
         if recorded is not None and not (self._samples and self._filters):
             start = self._noise.starts_at(step.depth + (len(self._context.tokens) + 1)) if self._samples else None

@@ -16,8 +16,8 @@ from drafters.shared.scored_tree import ScoredTree
 from drafters.token_recycling.recycled import KEPT, Distributions, DrawnSession
 from specdec.costs.prices import Prices
 from specdec.drafter import Context, DrafterBase, Observation
-from specdec.sampling.scores import Scores
 from specdec.settings.parsing import check_positive
+from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
 
 __all__ = ["Successors", "TokenRecycling", "TokenRecyclingConfig", "template"]
@@ -113,7 +113,7 @@ class Successors:
             others = [known for known in self.of(token) if known != after]
             self._of[token] = [after, *others[: self._size - 1]]
 
-    def learn(self, draft: Draft, path: Sequence[int], scores: Scores) -> None:
+    def learn(self, draft: Draft, path: Sequence[int], scores: StepOutput) -> None:
         """Take the top k of every scored row; where a token stands in several rows, an accepted one counts."""
         best, tokens = scores.top_k(self._size), draft.tokens
         scored = tokens if scores.rows is None else [tokens[row] for row in scores.rows]

@@ -18,7 +18,7 @@ from drafters.shared.calibration import Calibration
 from drafters.shared.scored_tree import Guesses, ScoredTree
 from specdec.costs.prices import Prices
 from specdec.drafter import Context, Observation
-from specdec.sampling.scores import Scores
+from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft, Hints
 
 __all__ = ["KEPT", "Distributions", "DrawnSession", "Guess"]
@@ -157,7 +157,7 @@ class DrawnSession:
         above = accumulate(odds, initial=0.0)
         return sum(odd >= params.min_p and before < most for odd, before in zip(odds, above, strict=False))
 
-    def _learn(self, draft: Draft, path: Sequence[int], emitted: int, scores: Scores) -> None:
+    def _learn(self, draft: Draft, path: Sequence[int], emitted: int, scores: StepOutput) -> None:
         """Store the target's distribution after each scored row, those after accepted rows last."""
         text = self._context.tokens
         rows = scores.rows if scores.rows is not None else range(len(draft))

@@ -215,9 +215,9 @@ class MergedSession(BatchedSession):
         self._readbacks, readbacks = [], list[torch.Tensor]()
         for part in self._parts:
             if isinstance(part.session, ReadbackSession):
-                readback = part.session.readback(replace(step, taps={layer: step.taps[layer] for layer in part.taps}))
+                readback = part.session.readback(step)
                 if readback is not None:
-                    readbacks.append(readback.flatten().to(step.scores.logits.device))
+                    readbacks.append(readback.flatten().to(step.root.device))
                     self._readbacks.append((part, readback.numel()))
         return torch.cat(readbacks) if readbacks else None
 

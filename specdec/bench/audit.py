@@ -20,8 +20,8 @@ from specdec.engine.questions import QuestionId
 from specdec.errors import ConfigError, shown
 from specdec.models.transformers_target import TransformersTarget
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
 from specdec.settings.sampling_params import SamplingParams
+from specdec.step.step_output import StepOutput
 
 __all__ = ["Audit", "Divergence", "audit", "rounding_bound"]
 
@@ -287,7 +287,7 @@ def _fresh_scores(
         logits = target.model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1).logits[:, -1]
         scale = float(logits.abs().max())
         sampler = Sampler(sampling, list(text), target.vocab_size, logits.device)
-        scores = sampler.processed(Scores(logits), 0, ()).double()
+        scores = sampler.processed(StepOutput(logits), 0, ()).double()
         if sampler.sample:
             scores = scores + sampler.noise.gumbel(len(text))
     return scores, scale

@@ -181,7 +181,9 @@ def generate(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the answers go, JSON lines; resumes where it was.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Of a file's prompts, how many are answered at once.")] = 8,
+    batch: Annotated[
+        int | None, typer.Option(help="Of a file's prompts, how many are answered at once (default 8).")
+    ] = None,
 ) -> None:
     """Go on from a prompt: the text on standard output, a line of statistics on standard error.
 
@@ -191,8 +193,14 @@ def generate(
 
     config = resolve(RunConfig, given)
     if prompts is not None or out is not None:
-        _answer_file(config, prompts, out, batch, one=prompt or prompt_file or prediction)
+        if as_json or not stream:
+            raise ConfigError(
+                "--json and --no-stream are of a prompt alone; --out FILE gets JSON lines, so leave them out"
+            )
+        _answer_file(config, prompts, out, 8 if batch is None else batch, one=prompt or prompt_file or prediction)
         return
+    if batch is not None:
+        raise ConfigError(f"--batch {batch} is of many prompts; give --prompts FILE and --out FILE, or leave it out")
     if prediction == prompt_file == "-":
         raise PromptError("prompt and prediction are both to come from standard input; give a file for one of them")
     text = _read_prompt(prompt, prompt_file)

@@ -27,8 +27,9 @@ from specdec.drafter import (
 from specdec.step.first_time import FirstTimes
 from specdec.step.forward_passes import Pass, Passes, resume
 from specdec.step.step_io import StepInput
+from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
-from specdec.target import Target, TargetOutput, run_steps
+from specdec.target import Target, run_steps
 
 __all__ = ["Drafting", "Run", "TimedDrafter", "TimedTarget"]
 
@@ -56,7 +57,7 @@ class TimedTarget:
         """Forget the forwards so far."""
         self.runs.clear()
 
-    def run(self, steps: Sequence[StepInput]) -> list[TargetOutput]:
+    def run(self, steps: Sequence[StepInput]) -> list[StepOutput]:
         """As :func:`specdec.target.run_steps`; a forward that raises is not kept."""
         began = perf_counter()
         outputs = run_steps(self._target, steps)

@@ -57,7 +57,7 @@ class ModelOptions(WeightsOptions):
     device: str | None = _model_option(None, "Such as cpu or cuda:0.")
     device_map: str | dict[str, Any] | None = option(None, "Such as auto: split the model over devices.", panel="Model")
     attention: str = _model_option("auto", "auto, sdpa or split; on a GPU flash, flash-attn's kernel.")
-    execution: str = _model_option("auto", "Which code runs the layers: auto, transformers, fused or native.")
+    execution: str = _model_option("auto", "Which code runs the layers: auto, modules, fused or native.")
     activations: str = _model_option(
         "default", "int8: round the rows that a GGUF file's quantised weights are multiplied with to 8 bits."
     )

@@ -37,8 +37,6 @@ from specdec.models.tokenizer import load_tokenizer
 from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel import PARALLEL
 from specdec.parallel.load import load_parallel
-from specdec.parallel.rows import ShardedTarget
-from specdec.parallel.target import ParallelTarget
 from specdec.results import Chunk, Generation, Step
 from specdec.runners.packed_step import MOST_REPLAYED
 from specdec.sampling.processors import check_processors, settled
@@ -111,7 +109,7 @@ class Engine(NotCopied):
         live: LiveCosts | None = None
         if costs is None and self._weighs:
             costs = cost_curve(target, self.policy if self._by_file else None, progress=progress)
-            if target.batch_invariant and not isinstance(target, ParallelTarget):
+            if target.batch_invariant and not target.shared:
                 live = LiveCosts(costs)  # no text depends on the steps that it took
         self._follow(live)
         self._known_costs = costs
@@ -411,7 +409,7 @@ class Engine(NotCopied):
 
     def _scheduler(self, prompts: Iterable[Prompt], *parameters: Any, **options: Any) -> tuple[Scheduler, int]:
         """What decodes these prompts, and how many they are."""
-        if isinstance(self.target, ParallelTarget):
+        if self.target.shared:
             raise ConfigError("batches are decoded by one process; leave out parallel=, or take one prompt at a time")
         sizes = {name: options.pop(name) for name in ("batch", "step_rows", "cache_bytes") if name in options}
         requests = make_requests(prompts, *parameters, **options)
@@ -457,10 +455,8 @@ class Engine(NotCopied):
             self._warn_of_unused(request.sampling)
             if (whole := getattr(self.target, "whole", None)) is not None:
                 whole.check_methods(GENERATION)
-        if request.prefix_cache is not None and isinstance(self.target, ParallelTarget):
+        if request.prefix_cache is not None and self.target.shared:
             raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
-        if request.logprobs is not None and isinstance(self.target, ShardedTarget):
-            raise ConfigError("parallel='rows' exchanges tokens and no logits; leave out logprobs, or take 'tensor'")
         if request.drafter is not None:
             raise ConfigError(
                 f"drafter is {shown(request.drafter)}, and this engine has {self.drafter.name!r}: give the request "

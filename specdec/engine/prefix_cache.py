@@ -4,12 +4,14 @@ Texts are compared by token ids. Keys and values of the common beginning are cop
 own cache. So nothing is computed twice, a text's cache is never cut, and several texts may go on from one.
 
 A sliding window's ring holds only the last keys. If it lacks a key that the new text's next token sees, the whole new
-text is run. The same holds if the model was changed or replaced, or if a drafter needs hidden states that were not
-kept.
+text is run. The same holds if the model was changed or replaced. Hidden states are kept for drafters that read them, up
+to where drafting rested. A drafter whose sessions can do without the others goes on from all keys and values; any other
+has the target run what lacks hidden states.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +35,7 @@ class KeptText:
         tokens: prompt and emitted tokens, live; the last ones may not be cached.
         taps: layer -> pieces [n, D] of the hidden states of its cached tokens, for drafters that want them.
         known: layer -> how many of these tokens, from the first one on.
+        forgoes: whether its drafting session can do without hidden states of the tokens that it copies.
     """
 
     target: Target
@@ -41,29 +44,41 @@ class KeptText:
     tokens: Sequence[int]
     taps: dict[int, list[torch.Tensor]]
     known: dict[int, int] = field(default_factory=dict)
+    forgoes: bool = False
+
+    def begin(self, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Have the hidden states [n, D] of the first tokens, which were copied."""
+        for layer, rows in hidden.items():
+            self.taps[layer].append(rows)
+            self.known[layer] = len(rows)
 
     def keep(self, taps: Mapping[int, torch.Tensor], path: Sequence[int]) -> None:
         """Add the hidden states of the rows that were just committed.
 
-        A layer that did not run for them is kept no more, nor is one that lacks tokens before them, as after an
-        interrupt.
+        Nothing is added to a layer that lacks tokens before them, as after a rest or an interrupt.
         """
         end = self.cache.length
-        for layer in tuple(self.taps):
-            if layer in taps and self.known.get(layer, 0) == end - len(path):
-                self.taps[layer].append(taps[layer][list(path)])
+        for layer, rows in taps.items():
+            if layer in self.taps and self.known.get(layer, 0) == end - len(path):
+                self.taps[layer].append(rows[list(path)])
                 self.known[layer] = end
-            else:
-                del self.taps[layer]
-                self.known.pop(layer, None)
 
     def shared(self, other: KeptText) -> int:
         """How many tokens a text that begins now has in common with this one, and may copy; its last is the root."""
         if self.target is not other.target or self.version != other.version:
             return 0
         # A text that was interrupted in the middle of a step may have committed more than it noted, or less.
-        known = [self.cache.length, *(self.known.get(layer, 0) for layer in other.taps)]
-        return min(alike(self.tokens, other.tokens), len(other.tokens) - 1, *known)
+        known = self.cache.length if other.forgoes else min(self.cache.length, self._seen(other.taps))
+        return min(alike(self.tokens, other.tokens), len(other.tokens) - 1, known)
+
+    def hidden(self, layers: Collection[int], count: int) -> dict[int, torch.Tensor]:
+        """Hidden states [n, D] of the first n <= ``count`` tokens of which all these layers' are known."""
+        count = min(count, self._seen(layers))
+        return {layer: torch.cat(self.taps[layer])[:count].clone() for layer in layers} if count else {}
+
+    def _seen(self, layers: Collection[int]) -> int:
+        """How many tokens all these layers' hidden states are known of, from the first one on."""
+        return min([self.known.get(layer, 0) for layer in layers], default=sys.maxsize)
 
     def end(self) -> None:
         """Be told that the text goes on no more."""
@@ -95,6 +110,10 @@ class PrefixCache(NotCopied):
     def __init__(self) -> None:
         self._kept: KeptText | None = None
 
+    def clear(self) -> None:
+        """Forget the text, as after an edit of the model that no weight shows: a hook, a number, another adapter."""
+        self._kept = None
+
     def __copy__(self) -> PrefixCache:
         branch = type(self)()
         branch._kept = self._kept  # only read from now on
@@ -104,18 +123,22 @@ class PrefixCache(NotCopied):
         return self.__copy__()
 
     def begin(
-        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int]
+        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int], *, forgoes: bool = False
     ) -> tuple[KeptText, dict[int, torch.Tensor]]:
         """Fill a new text's empty cache with the known part of its beginning, and keep the new text from now on.
 
+        Args:
+            target, cache, tokens: of the new text.
+            taps: the layers whose hidden states are wanted.
+            forgoes: whether tokens are copied, too, whose hidden states are not known.
+
         Returns:
-            The kept text, and the hidden states of the copied tokens: layer -> [n, D].
+            The kept text, and the hidden states that are known of the copied tokens: layer -> [n, D], of the first n.
         """
-        text = KeptText(target, target.version(), cache, tokens, {layer: [] for layer in taps})
+        text = KeptText(target, target.version(), cache, tokens, {layer: [] for layer in taps}, forgoes=forgoes)
         former, self._kept = self._kept, text
         count = 0 if former is None else former.shared(text)
         if former is None or not count or not cache.take(former.cache, count):
             return text, {}
-        hidden = {layer: torch.cat(former.taps[layer])[:count] for layer in taps}
-        text.keep(hidden, range(count))
+        text.begin(hidden := former.hidden(taps, count))
         return text, hidden

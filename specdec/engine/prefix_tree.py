@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from threading import RLock
 from typing import Any, NamedTuple, NoReturn
 
@@ -126,9 +127,9 @@ class _Salted(PrefixCache):
         self._tree, self._salt = tree, salt
 
     def begin(
-        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int]
+        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int], *, forgoes: bool = False
     ) -> tuple[KeptText, dict[int, torch.Tensor]]:
-        return self._tree.begin(target, cache, tokens, taps, salt=self._salt)
+        return self._tree.begin(target, cache, tokens, taps, forgoes=forgoes, salt=self._salt)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,10 +200,18 @@ class PrefixTree(PrefixCache):
         return _Salted(self, salt) if salt else self
 
     def begin(
-        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int], *, salt: str = ""
+        self,
+        target: Target,
+        cache: KVCache,
+        tokens: Sequence[int],
+        taps: Collection[int],
+        *,
+        forgoes: bool = False,
+        salt: str = "",
     ) -> tuple[KeptText, dict[int, torch.Tensor]]:
         """As :meth:`specdec.engine.prefix_cache.PrefixCache.begin`."""
-        text = _Text(target, _Version(target.version(), salt), cache, tokens, {layer: [] for layer in taps})
+        version, none = _Version(target.version(), salt), {layer: list[torch.Tensor]() for layer in taps}
+        text = _Text(target, version, cache, tokens, none, forgoes=forgoes)
         object.__setattr__(text, "tree", self)
         with self._lock:
             self._sweep()
@@ -210,8 +219,7 @@ class PrefixTree(PrefixCache):
             self._running = [one for one in self._running if one.known.cache is not cache]  # where it looks again
             known = KeptText(target, text.version, cache, tokens, text.taps, text.known)
             self._running.append(_Running(known, weakref.ref(text)))
-        if cache.length:
-            text.keep(hidden, range(cache.length))
+        text.begin(hidden)
         return text, hidden
 
     def keep(self, text: KeptText) -> None:
@@ -249,14 +257,15 @@ class PrefixTree(PrefixCache):
             if shared <= count:
                 break
             if text.cache.take(known.cache, shared):
-                return {layer: torch.cat(known.taps[layer])[:shared] for layer in text.taps}
+                return known.hidden(text.taps, shared)
         self._clock += 1
         for node in path:
             node.used = self._clock
         if not count:
             return {}
         _fill(text.cache, path, count)
-        return {layer: torch.cat([node.taps[layer] for node in path])[:count] for layer in text.taps}
+        seen = [*takewhile(lambda node: text.taps.keys() <= node.taps.keys(), path)]
+        return {layer: torch.cat([node.taps[layer] for node in seen])[:count] for layer in text.taps if seen}
 
     def _path(self, text: KeptText) -> tuple[list[_Node], int]:
         """The nodes that a text begins with, and how many of their tokens it may copy; its last token is its root."""
@@ -264,7 +273,7 @@ class PrefixTree(PrefixCache):
         most = len(tokens) - 1
         counts = list[int]()
         while size < most and (child := node.children.get(tokens[size])) is not None:
-            if any(layer not in child.taps for layer in text.taps):
+            if not text.forgoes and any(layer not in child.taps for layer in text.taps):
                 break
             shared = min(alike(child.tokens, tokens[size : size + len(child.tokens)]), most - size)
             if not shared:
@@ -297,24 +306,29 @@ class PrefixTree(PrefixCache):
                         node.taps[layer] = rows.clone()
                         self._bytes += rows.nbytes
             size += shared
-        if size < len(tokens):
-            self._add(text, known, tokens, node, path)
+        # Tokens of which hidden states are known, and those behind them, are nodes of their own.
+        seen = {len(hidden) for hidden in known.values() if size < len(hidden) < len(tokens)}
+        for end in [*sorted(seen), len(tokens)]:
+            if node.end < end and (leaf := self._add(text, known, tokens[:end], node, path)) is not None:
+                node = leaf
+                path.append(leaf)
 
     def _add(
         self, text: KeptText, known: dict[int, torch.Tensor], tokens: list[int], parent: _Node, path: list[_Node]
-    ) -> None:
-        """A leaf with the tokens behind those that its parent ends with, where there is room."""
+    ) -> _Node | None:
+        """A leaf with the tokens behind those that its parent ends with; None where there is no room."""
         start, end, cache = parent.end, len(tokens), text.cache
         taps = {layer: hidden[start:end] for layer, hidden in known.items() if len(hidden) >= end}
         held = [(group, end - min(max(start, group.first), end)) for group in cache.groups]
         size = sum(count * group.slot_bytes for group, count in held)
         if not self._make_room(size + sum(rows.nbytes for rows in taps.values()), path):
-            return
+            return None
         pieces = [_Piece.of(group, start, end) for group in cache.groups]
         leaf = _Node(tokens[start:], start, parent, pieces, {layer: rows.clone() for layer, rows in taps.items()})
         leaf.used = self._clock
         parent.children[tokens[start]] = leaf
         self._bytes += leaf.nbytes
+        return leaf
 
     def _make_room(self, size: int, path: Collection[_Node]) -> bool:
         """Let go of the leaves that were not used for longest until ``size`` bytes fit.

@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from specdec.costs.prices import UNBATCHED, BatchLoad, Rest
-from specdec.drafter import BatchedSession, Drafter, DraftSession, Observation, RestingSession
+from specdec.drafter import BatchedSession, Drafter, Observation, ReadbackSession, RestingSession
 from specdec.drafting.sessions import check_rows, propose_at_once, proposing, session_of, top_k_of
-from specdec.engine.device_step import DeviceVerification
 from specdec.engine.ending import Ending
 from specdec.engine.prefix_cache import KeptText, PrefixCache
 from specdec.engine.requests import Request
 from specdec.engine.setup import Pricing, Setup, cache_sizes, context_of
-from specdec.parallel.rows import ShardedTarget, ShardedVerification
-from specdec.parallel.target import ParallelTarget
+from specdec.engine.verification import Verifying, may_accept, told, verifying
 from specdec.results import TokenLogprobs
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.verify import Readback, Verdict, Verification, match, verifier_for
+from specdec.sampling.verify import Verdict, match, verifier_for, verify
 from specdec.step import device_copies
 from specdec.step.forward_passes import Passes, waiting_for
+from specdec.step.later import Later
 from specdec.step.step_io import NOTHING, StepInput, Wanted
+from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
-from specdec.target import Target, TargetOutput
 
 __all__ = ["ScheduledRows", "SequenceState"]
 
@@ -44,7 +44,9 @@ class ScheduledRows:
         draft: as proposed; None for a chunk of the prompt.
         asked: whether the drafting session proposed the draft. A plain step while drafting rests is shown to the
             session as a chunk of the prompt is.
-        readback: tensors that verification reads from a device, if they were copied together with other sequences'.
+        reads: whether verification reads the rows from a device.
+        verifying: the verification that waits for numbers of the device.
+        numbers: these, once they are copied.
         accepted: the path that verification found, before the text's end cut it.
     """
 
@@ -52,7 +54,9 @@ class ScheduledRows:
     step: StepInput
     draft: Draft | None = None
     asked: bool = False
-    readback: Readback | None = None
+    reads: bool = False
+    verifying: Verifying | None = None
+    numbers: list[list[Any]] | None = None
     accepted: Sequence[int] = ()
 
     @property
@@ -94,6 +98,7 @@ class SequenceState:
         )
         self.draws, self._drawing = self._sampler.sample, self._sampler.draws
         self._tells, self._top_k = bool(drafter.taps) or drafter.needs_observe, top_k_of(drafter)
+        self._plain_top_k = self._top_k if target.shared else 0  # processes send as much in every step
         capacity, rows = cache_sizes(engine, len(tokens), request.max_new_tokens)
         self.ending, self._chunk = Ending(engine.tokenizer, request, tokens, capacity), engine.chunk_rows
         cache = target.new_cache(capacity=capacity, rows=rows)
@@ -102,20 +107,20 @@ class SequenceState:
         self.session = session_of(drafter, self.context)
         self._asks = drafter.proposes or self._tells
         self._batched = isinstance(self.session, BatchedSession)
-        logs = request.logprobs is not None
-        self._verification = _verification(target, self._sampler, self.session, self._top_k, self._tells or logs)
-        self._plain = self._verification
-        if isinstance(self._verification, DeviceVerification):  # a plain step reads nothing for the session
-            self._plain = DeviceVerification(self._sampler, None, 0, reads_scores=logs)
-        # A kept text has the hidden states of all its tokens.
-        self._forgoes = isinstance(self.session, RestingSession) and request.prefix_cache is None
-        self._missed = False  # whether text ran since the latest draft whose hidden states were not asked for
+        # What several processes judge together, each judges on the host.
+        apart = device_copies.is_apart(target.device) and device_copies.is_apart(target.head_device)
+        self._apart = apart and not target.shared
+        self._reads = self._apart and self._sampler.takes_together
+        self._by_argmax = not (self.draws or self._sampler.processors or sampling.acceptance == "typical")
+        self._reader = self.session if self._apart and isinstance(self.session, ReadbackSession) else None
+        self._forgoes = isinstance(self.session, RestingSession)
+        self._missed = False  # whether there is text since the latest draft whose hidden states are not known
         self.scheduled: ScheduledRows | None = None
         self._top, self.logprobs = request.logprobs, list[TokenLogprobs]()
         self._prefix_cache, self.reused = request.prefix_cache, 0
         self._kept = None if request.prefix_cache is None else self._take(request.prefix_cache)
         self.prefilling = cache.length < len(tokens) - 1
-        if isinstance(target, ParallelTarget):
+        if target.shared:
             target.greet(self._sampler, **self._told(engine.tokenizer, request))
 
     def _told(self, tokenizer: Any, request: Request) -> dict[str, Any]:
@@ -139,11 +144,19 @@ class SequenceState:
             self.prefilling = self.context.cache.length < self.context.prompt_length - 1
 
     def _take(self, prefix_cache: PrefixCache) -> KeptText:
-        """Copy the prompt's known beginning from the prefix cache; the session observes it as if it had just run."""
+        """Copy the prompt's known beginning from the prefix cache; the session observes it as if it had just run.
+
+        Where the text depends on drafts, they are those of a text that runs whole: all hidden states must be known.
+        """
+        context, layers = self.context, self.drafter.taps
         with self._target.active():
-            text, taps = prefix_cache.begin(self._target, self.context.cache, self.tokens, self.drafter.taps)
-            self.reused = known = self.context.cache.length
-            for start in range(0, known if taps else 0, self._chunk):
+            text, taps = prefix_cache.begin(
+                self._target, context.cache, self.tokens, layers, forgoes=self._forgoes and not context.isolated
+            )
+            self.reused = context.cache.length
+            known = min(map(len, taps.values()), default=0)
+            self._missed = bool(layers) and known < self.reused
+            for start in range(0, known, self._chunk):
                 part = slice(start, min(start + self._chunk, known))
                 chunk, seen = self.tokens[part], {layer: hidden[part] for layer, hidden in taps.items()}
                 self.session.observe(Observation(None, range(len(chunk)), chunk, taps=seen))
@@ -194,40 +207,37 @@ class SequenceState:
         if row_budget == 1 and context.policy is not None and not self.drafter.plans_rows and context.policy.rests:
             resting = Rest.LONG
         if resting or context.remaining <= 1 or not self._asks:
-            return self._scheduled(Draft.root(context.tokens[-1]), self._plain, self._taps(resting), 0)
+            return self._scheduled(Draft.root(context.tokens[-1]), self._taps(resting), self._plain_top_k)
         self._tell_missed()
         if self._batched:
             return self._drafting(row_budget)
         draft = propose_at_once(self.session, row_budget, self.drafter.name, self._target)
         check_rows(draft, row_budget, self.tokens[-1], self.drafter.name, self._target)
-        return self._scheduled(draft, self._verification, self.drafter.taps, self._top_k, asked=True)
+        return self._scheduled(draft, self.drafter.taps, self._top_k, asked=True)
 
     def _drafting(self, row_budget: int) -> Passes[ScheduledRows]:
         """The next draft of a session that waits for passes."""
         passes = proposing(self.session, row_budget, self.drafter.name, self._target)
         draft = yield from waiting_for(passes, together=not self.context.isolated)
         check_rows(draft, row_budget, self.tokens[-1], self.drafter.name, self._target)
-        return self._scheduled(draft, self._verification, self.drafter.taps, self._top_k, asked=True)
+        return self._scheduled(draft, self.drafter.taps, self._top_k, asked=True)
 
-    def _scheduled(
-        self, draft: Draft, verification: Verification, taps: Collection[int], top_k: int, *, asked: bool = False
-    ) -> ScheduledRows:
+    def _scheduled(self, draft: Draft, taps: Collection[int], top_k: int, *, asked: bool = False) -> ScheduledRows:
         """A draft as rows of a forward; ``asked``: of the session."""
-        context, draft = self.context, verification.prepare(draft)
-        scored, draws = draft.scored_rows(), None
+        context, sampler = self.context, self._sampler
+        if type(draft.tokens) is Later and (sampler.reads_drafts or not self._apart):
+            draft = draft.on_host()
+        scored, draws, decide, accept = draft.scored_rows(), None, None, None
+        unread: Sequence[Sequence[int] | None] = ()
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
             draws = self._drawing
-        sent = verification.arrays(draft, scored)
-        wanted = Wanted(
-            None if scored is None else np.array(scored, dtype=np.int64),
-            top_k,
-            taps,
-            draws,
-            verification.decides(draft),
-            () if sent is None else (sent,),
-        )
+        if self._apart:
+            decide, accept = may_accept(draft, sampler, walks=asked and self._reader is not None)
+            unread = (sampler.unread if self._reads else None,)
+        logits = None if scored is None else np.array(scored, dtype=np.int64)
+        wanted = Wanted(logits, top_k, taps, draws, decide, accept, unread)
         step = StepInput.of(context.cache, draft.tokens, draft.tree, wanted=wanted, entering=draft.entry)
-        return ScheduledRows(self, step, draft, asked)
+        return ScheduledRows(self, step, draft, asked, self._reads)
 
     def _row_budget(self, load: BatchLoad, resting: Rest) -> int:
         """Rows that the next draft may have."""
@@ -240,30 +250,32 @@ class SequenceState:
                 row_budget = policy.row_budget(row_budget, context.cache.length)
         return row_budget
 
-    def _of(self, rows: ScheduledRows) -> Verification:
-        """What verifies these rows."""
-        return self._verification if rows.asked else self._plain
+    def read(self, rows: ScheduledRows, output: StepOutput) -> list[torch.Tensor]:
+        """Begin to verify a draft on a device; returns the tensors whose numbers ``verify`` reads besides argmax."""
+        draft, reader = rows.draft, self._reader if rows.asked else None
+        assert draft is not None
+        if self._by_argmax and reader is None and type(draft.tokens) is not Later:
+            return []
+        rows.verifying = verifying(draft, rows.step, output, self._sampler, reader)
+        return next(rows.verifying)
 
-    def read(self, rows: ScheduledRows, output: TargetOutput) -> Readback | None:
-        """The tensors to copy from a device before ``verify``; None if it reads them itself."""
-        return None if rows.draft is None else self._of(rows).read(rows.draft, rows.step, output)
-
-    def verify(self, rows: ScheduledRows, output: TargetOutput) -> Verdict:
+    def verify(self, rows: ScheduledRows, output: StepOutput) -> Verdict:
         """The accepted rows and the emitted tokens, cut where the text ends; for a chunk all of its rows."""
         if rows.draft is None:
             return Verdict(range(rows.step.rows), rows.step.ids.tolist())
-        if rows.readback is not None:
-            verdict = rows.readback.verdict()
+        if rows.reads and rows.numbers is None:
+            rows.numbers = output.fetch(*self.read(rows, output), top_k=rows.step.wanted.top_k)
+        if rows.verifying is None or rows.numbers is None:
+            verdict = verify(rows.draft, output, self._sampler)
         else:
-            verdict = self._of(rows).verify(rows.draft, rows.step, output)
+            verdict = told(rows.verifying, rows.numbers)
         rows.accepted = verdict.path
         verdict.cut(self.ending.cut(verdict.tokens))
         if self._top is not None:
-            assert verdict.scores is not None
-            self.logprobs += verdict.scores.logprobs(verdict.path, verdict.tokens, self._top)
+            self.logprobs += output.logprobs(verdict.path, verdict.tokens, self._top)
         return verdict
 
-    def commit(self, rows: ScheduledRows, verdict: Verdict, output: TargetOutput) -> None:
+    def commit(self, rows: ScheduledRows, verdict: Verdict, output: StepOutput) -> None:
         """Append the accepted rows to the cache and the emitted tokens to the text."""
         context = self.context
         if rows.step.wanted.hidden:
@@ -274,9 +286,9 @@ class SequenceState:
         elif context.cache.length == context.prompt_length - 1:
             self.prefilling = False
         if self._kept is not None:
-            self._kept.keep(output.taps, verdict.path)
+            self._kept.keep(output.hidden, verdict.path)
 
-    def observe(self, rows: ScheduledRows, verdict: Verdict, output: TargetOutput) -> None:
+    def observe(self, rows: ScheduledRows, verdict: Verdict, output: StepOutput) -> None:
         """Show the drafting session what became of its draft."""
         if self.finish_reason is not None:
             if self._kept is not None:
@@ -285,21 +297,9 @@ class SequenceState:
         if not rows.asked:
             if rows.step.wanted.hidden:
                 ids = rows.step.ids.tolist()
-                self.session.observe(Observation(None, verdict.path, ids, taps=output.taps))
+                self.session.observe(Observation(None, verdict.path, ids, taps=output.hidden))
             elif self.drafter.taps:
                 self._missed = True
         elif self._tells:
             path, tokens = verdict.path, verdict.tokens
-            self.session.observe(Observation(rows.draft, path, tokens, verdict.scores, output.taps, verdict.readback))
-
-
-def _verification(
-    target: Target, sampler: Sampler, session: DraftSession, top_k: int, reads_scores: bool
-) -> Verification:
-    """How a sequence's drafts are verified: on the host, on a device, or by several processes together."""
-    if isinstance(target, ShardedTarget):
-        return ShardedVerification(target, sampler, top_k)
-    apart = device_copies.is_apart(target.device) and device_copies.is_apart(target.head_device)
-    if apart and not isinstance(target, ParallelTarget):
-        return DeviceVerification(sampler, session, top_k, reads_scores=reads_scores)
-    return Verification(sampler)
+            self.session.observe(Observation(rows.draft, path, tokens, output, output.hidden, verdict.readback))

@@ -12,16 +12,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
 from specdec.costs.prices import BatchLoad, Rest
 from specdec.engine.sequence import ScheduledRows, SequenceState
-from specdec.sampling.verify import Readback, Verdict
+from specdec.sampling.verify import Verdict
 from specdec.step.forward_passes import Passes, run_all
 from specdec.step.step_io import StepInput
-from specdec.target import TargetOutput
+from specdec.step.step_output import StepOutput
 
 __all__ = ["StepResult", "step"]
 
-Run = Callable[[Sequence[StepInput]], Sequence[TargetOutput]]
+Run = Callable[[Sequence[StepInput]], Sequence[StepOutput]]
 """Runs the rows of several sequences as one forward of the target; returns each sequence's part of the output."""
 
 
@@ -60,7 +62,6 @@ def step(
     fresh = [sequence for sequence in sequences if sequence.drafts]
     propose(fresh, load, resting, results)
     ran = forward(run, schedule(drafted + fresh, sequences, row_limit, resting, results), results)
-    read_back(ran)
     for rows, output in ran:
         sequence = rows.sequence
         try:
@@ -132,36 +133,37 @@ def schedule(
 
 def forward(
     run: Run, batch: Sequence[ScheduledRows], results: list[StepResult]
-) -> list[tuple[ScheduledRows, TargetOutput]]:
-    """Run all rows as one forward; returns the rows that ran, each with its part of the output.
+) -> list[tuple[ScheduledRows, StepOutput]]:
+    """Run all rows as one forward; returns the rows that ran, each with its part of the output, fetched.
 
     If the forward raises, each sequence's rows are run alone, which writes the same numbers to the same slots.
     """
     if not batch:
         return []
     try:
-        return [*zip(batch, run([rows.step for rows in batch]), strict=True)]
+        outputs = run([rows.step for rows in batch])
     except Exception as error:
         if len(batch) == 1:
             results.append(StepResult(batch[0].sequence, error=error))
             return []
-    return [pair for rows in batch for pair in forward(run, [rows], results)]
+        return [pair for rows in batch for pair in forward(run, [rows], results)]
+    ran = [*zip(batch, outputs, strict=True)]
+    fetch([pair for pair in ran if pair[0].reads])
+    return ran
 
 
-def read_back(ran: Sequence[tuple[ScheduledRows, TargetOutput]]) -> None:
-    """Copy the tensors that verification reads from a device to the host, in one copy for all sequences.
+def fetch(ran: Sequence[tuple[ScheduledRows, StepOutput]]) -> None:
+    """Bring what verification reads of a forward from its device, in one copy for all sequences.
 
-    If that fails for a sequence, its ``verify`` reads them itself, and raises the sequence's own error.
+    If that fails for a sequence, its ``verify`` reads again, and raises the sequence's own error.
     """
-    waiting: list[ScheduledRows] = []
+    waiting = list[tuple[ScheduledRows, list[torch.Tensor]]]()
     for rows, output in ran:
         with suppress(Exception):
-            rows.readback = rows.sequence.read(rows, output)
-        if rows.readback is not None:
-            waiting.append(rows)
-    try:
-        if waiting:
-            Readback.copy([rows.readback for rows in waiting if rows.readback is not None])
-    except Exception:
-        for rows in waiting:
-            rows.readback = None
+            waiting.append((rows, rows.sequence.read(rows, output)))
+    if waiting:
+        with suppress(Exception):
+            top_k = max(rows.step.wanted.top_k for rows, _ in waiting)
+            numbers = iter(ran[0][1].fetch(*[tensor for _, own in waiting for tensor in own], top_k=top_k))
+            for rows, own in waiting:
+                rows.numbers = [next(numbers) for _ in own]

@@ -1,7 +1,7 @@
 """Code of a model around its layers, in its forward and in transformers' ``generate``, which specdec does not run.
 
-Specdec calls embedding, layers, norm and head, and decodes in its own loop. So hooks on the whole model, virtual
-tokens, and methods that ``generate`` calls between two tokens would have no effect. Transformers' own code there is
+Specdec decodes in its own loop, so virtual tokens, and methods that ``generate`` calls between two tokens, would have
+no effect. Nor would hooks on the whole model where its layers are run by themselves. Transformers' own code there is
 known to make no difference for texts, or is checked; any other code is refused by its name.
 """
 
@@ -22,9 +22,12 @@ __all__ = ["GENERATION", "LOOP", "Whole"]
 
 LOOP = (
     *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "create_masks_for_generate"),
-    *("_sample", "_prefill", "__call__"),
+    *("_sample", "_prefill"),
 )
 """Methods of a model that ``generate`` calls in its own loop, or in its place."""
+
+CALLED = ("__call__",)
+"""What ``generate`` calls, and runners that run layers by themselves do not."""
 
 GENERATION = tuple(name for name, value in vars(GenerationMixin).items() if callable(value) and name != "__init__")
 """All of ``generate``."""
@@ -38,7 +41,7 @@ _PEFT = {"XLORA": "runs the model twice for each token", "POLY": "asks for task_
 
 
 class Whole:
-    """The modules from a model down to its decoder, which specdec never calls.
+    """The modules from a model down to its decoder.
 
     Args:
         model: the root.
@@ -50,6 +53,10 @@ class Whole:
         for module in self._path:
             _check_adapters(module)
         self.check_methods(LOOP)
+
+    def check_calls(self) -> None:
+        """Raises TargetError for what is done around a call of these modules, where none of them is called."""
+        self.check_methods(CALLED)
         for module in self._path:
             _check_calls(module, self._path)
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from specdec.errors import CheckpointError, ConfigError, first_line, pip_line
 from specdec.models.gguf_blocks import why_dequantised
+from specdec.models.gguf_config import config_of
 from specdec.models.gguf_kinds import refuse_head, refuse_kind
-from specdec.models.gguf_settings import config_of
 from specdec.models.gguf_table import TensorTable
 from specdec.models.gguf_tensors import check_blocks
 from specdec.models.gguf_tokenizer import ends_of, read_tokenizer
@@ -33,8 +33,14 @@ _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's numb
 
 
 def is_gguf(place: str | Path) -> bool:
-    """Whether a model's path is a GGUF file."""
-    return Path(place).suffix.lower() == ".gguf"
+    """Whether a path is a GGUF file, by its name or its first bytes: caches of files have names of their own."""
+    if Path(place).suffix.lower() == ".gguf":
+        return True
+    try:
+        with Path(place).open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except (OSError, ValueError):
+        return False
 
 
 def require_gguf() -> None:
@@ -73,7 +79,7 @@ class GgufFile:
         Raises:
             CheckpointError: they say what is not read, or do not fit the file's tensors.
         """
-        config = config_of(self.metadata, self.names, repr(str(self.path)))
+        config = config_of(self.table)
         check_blocks(self.table, config.num_hidden_layers)
         return config
 

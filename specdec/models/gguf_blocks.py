@@ -19,10 +19,16 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    Gemma2TensorProcessor,
+    LlamaTensorProcessor,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
 
 from specdec.errors import CheckpointError
-from specdec.models.gguf_settings import is_mixtral
+from specdec.models.gguf_rope import factors_read
 from specdec.models.gguf_table import TensorEntry, TensorTable
 from specdec.models.gguf_tensors import check_known, check_read
 from specdec.native.formats import formats
@@ -46,6 +52,13 @@ _FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3")  # nativ
 _DTYPES = (torch.bfloat16, torch.float32)
 _ATTENTION = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
 _MLP = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+_PROCESSORS = {
+    **TENSOR_PROCESSORS,
+    "gemma": Gemma2TensorProcessor,
+    **dict.fromkeys(("granite", "smollm3"), LlamaTensorProcessor),
+}
+"""Architecture -> what undoes llama.cpp's changes to its tensors."""
+_OPTIONAL = re.compile(r".*\.(self_attn|mlp)\.\w+\.bias")  # zeros where the file lacks one, as in llama.cpp
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 
@@ -215,12 +228,13 @@ class _GgufFilling(Filling):
         self._table, self._in_blocks = table, in_blocks
         family = str(table.metadata["general.architecture"])
         sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-        processor: Any = TENSOR_PROCESSORS.get(family, TensorProcessor)
+        processor: Any = _PROCESSORS.get(family, TensorProcessor)
         self._process = processor(config=sizes).process
         shell: Any = SimpleNamespace(
             config=self.model.config, state_dict=self.model.state_dict, named_children=lambda: []
         )
-        names = get_gguf_hf_weights_map(shell, processor(config=sizes), "llama" if is_mixtral(table.metadata) else None)
+        self._factors = factors_read(family)
+        names = get_gguf_hf_weights_map(shell, processor(config=sizes), family)
         self._entries = {names.get(entry.name, entry.name): entry for entry in table.entries}
         self._check()
 
@@ -235,8 +249,8 @@ class _GgufFilling(Filling):
         shapes = {name: weight.shape for name, weight in self.model.named_parameters(remove_duplicate=False)}
         if self._config.tie_word_embeddings:
             shapes.pop(tied, None)
-        needed = [name for name in shapes if not _EXPERTS.fullmatch(name)]
-        have = {self._entries[name].name for name in needed if name in self._entries}
+        needed = [name for name in shapes if not _EXPERTS.fullmatch(name) and not self._is_absent(name)]
+        have = {self._entries[name].name for name in needed if name in self._entries} | {*self._factors}
         split = {name: shape for name, shape in shapes.items() if _EXPERTS.fullmatch(name)}
         have |= {part for name in split for part in self._expert_names(name)}
         check_known(self._table, have)
@@ -283,11 +297,16 @@ class _GgufFilling(Filling):
         layer, kind = _EXPERTS.fullmatch(name).groups()  # type: ignore[union-attr]
         return [f"blk.{layer}.ffn_{part}_exps.weight" for part in kind.split("_")]
 
+    def _is_absent(self, name: str) -> bool:
+        return name not in self._entries and _OPTIONAL.fullmatch(name) is not None
+
     def _is_dense(self, entry: TensorEntry) -> bool:
         return not self._in_blocks or entry.type not in formats()
 
     def _dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """The weight as a dense tensor."""
+        if self._is_absent(name):
+            return torch.zeros(*shape, dtype=self._dtype)
         if _EXPERTS.fullmatch(name):
             parts = [self._table.dequantised(entry) for entry in self._expert_entries(name, shape)]
             return torch.tensor(np.concatenate(parts, axis=1)).to(self._dtype)
@@ -305,6 +324,6 @@ class _GgufFilling(Filling):
     def _entry(self, name: str, shape: Sequence[int]) -> TensorEntry:
         if (entry := self._entries.get(name)) is None:
             raise self._unfit(f"1 missing, such as {name}")
-        if entry.shape != tuple(shape):
+        if entry.shape != tuple(shape) and (1, *entry.shape) != tuple(shape):  # llama.cpp has a matrix of one row flat
             raise self._unfit(f"1 misshapen, such as {name}, {list(entry.shape)} in place of {list(shape)}")
         return entry

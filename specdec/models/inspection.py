@@ -19,6 +19,7 @@ __all__ = [
     "decoder_parts",
     "device_of",
     "eos_ids_of",
+    "last_norm",
     "refuse_unfit",
     "unused_generation_options",
     "weight_of",
@@ -78,6 +79,11 @@ def decoder_parts(name: str, model: PreTrainedModel) -> tuple[nn.Module, nn.Modu
     if not len(layers):
         raise TargetError(f"{name} has no layers; there is nothing to run")
     return decoder, layers, norm
+
+
+def last_norm(name: str, model: PreTrainedModel) -> nn.Module:
+    """The last norm of a decoder that has one."""
+    return decoder_parts(name, model)[2]
 
 
 def context_length_of(config: Any) -> int:

@@ -14,6 +14,7 @@ import torch
 from annotated_types import Ge, Lt
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.utils.quantization_config import GgufConfig
 
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
@@ -21,7 +22,7 @@ from specdec.models.catalog import named_models
 from specdec.models.folders import NAMES, refuse_adapter, refuse_integers, remedy_for
 from specdec.models.gguf import GgufFile, is_gguf
 from specdec.models.gguf_blocks import check_tensors, dequantised_model, described, model_in_blocks
-from specdec.models.gguf_settings import is_mixtral
+from specdec.models.gguf_config import is_mixtral
 from specdec.models.git_lfs import refuse_pointers
 from specdec.models.inspection import refuse_unfit
 from specdec.models.quantised_checkpoint import quantised_model
@@ -56,7 +57,9 @@ def model_source(model: str | Path) -> str | Path:
     if (named := named_models().get(str(model))) is not None:
         return named.found()
     path = os.path.expanduser(model)  # as the next ones, it takes any name, also one that no file can have
-    if os.path.isdir(path) or (os.path.isfile(path) and is_gguf(path)):
+    if os.path.isdir(path):
+        return _in_folder(Path(path))
+    if os.path.isfile(path) and is_gguf(path):
         return Path(path)
     if os.path.exists(path) or not isinstance(model, str) or is_gguf(path) or not _HUB_ID.fullmatch(model):
         wrong = (
@@ -67,6 +70,20 @@ def model_source(model: str | Path) -> str | Path:
             "*.safetensors, a GGUF file, or a hub id"
         )
     return model
+
+
+def _in_folder(folder: Path) -> Path:
+    """The folder, or the one GGUF file of a folder without a config.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{str(folder)!r} holds {len(files)} GGUF files, {', '.join(file.name for file in files)}; give one of them"
+        )
+    return files[0] if files else folder
 
 
 def check_place(device: Any, device_map: Any) -> None:
@@ -131,10 +148,12 @@ def load_weights(
         if not spread:
             filled, how = _filled(gguf, dtype, str(path), int8=int8, why=why)
             return (filled if device is None else filled.to(device)), how  # type: ignore[arg-type]
-        if is_mixtral(gguf.metadata):
+        family = str(gguf.metadata["general.architecture"])
+        if is_mixtral(gguf.metadata) or family not in GGUF_SUPPORTED_ARCHITECTURES:
+            kind = "a Llama with experts" if family == "llama" else f"of the architecture {family!r}"
             raise ConfigError(
-                f"{shown(str(path), 400)} is a Llama with experts, which transformers does not read from GGUF, and "
-                "specdec only onto one device; leave device_map and tensor parallelism out, or give the model's "
+                f"{shown(str(path), 400)} is {kind}, which transformers does not read from GGUF, and specdec only onto "
+                "one device; leave device_map and tensor parallelism out, or give the model's "
                 "folder of safetensors"
             )
     dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}

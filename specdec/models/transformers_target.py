@@ -1,9 +1,9 @@
 """TransformersTarget: an unmodified transformers decoder as a target.
 
-The layers are called by a runner (:mod:`specdec.runners`), with the block in place of a transformers cache. It is what
-makes early exits, entries and taps possible without a copy of any modelling file. A model whose layers cannot be called
-one by one is run by its own whole forward, without these. At load every runner is compared with the model's own
-forward, and a model that cannot be driven exactly is refused by name.
+A runner (:mod:`specdec.runners`) computes its forwards. ``modules`` calls the live model's own forward as a whole, and
+follows whatever is done to it. ``fused`` and ``native`` read its weights and run its layers themselves, which makes
+early exits and entries possible. At load every runner is compared with the model's own forward, and a model that cannot
+be driven exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ from specdec.costs.curve import CostCurve
 from specdec.costs.machine import Threads, processor
 from specdec.costs.measuring import describe, kept_curve, measure, new_curve, stored_at
 from specdec.errors import ConfigError, SpecdecError, TargetError, check_choice, first_line
-from specdec.models.around_layers import LOOP, Whole
+from specdec.models.around_layers import CALLED, LOOP, Whole
 from specdec.models.inspection import (
     context_length_of,
     decoder_parts,
     device_of,
     eos_ids_of,
+    last_norm,
     refuse_unfit,
     weight_of,
     weights_in,
@@ -79,6 +81,7 @@ from specdec.runners.sent_rows import rows_on
 from specdec.runners.snapshot import Outline, Snapshot
 from specdec.runners.visibility import bucket
 from specdec.runners.whole_model import WholeModelRunner
+from specdec.sampling.sampler import Sampler
 from specdec.settings.arguments import checked
 from specdec.settings.copies import NotCopied
 from specdec.settings.files import cache_folder
@@ -88,7 +91,7 @@ from specdec.step.first_time import FirstTimes
 from specdec.step.joining import beginning, joined
 from specdec.step.pages import PAGE
 from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput, Wanted
-from specdec.target import TargetOutput
+from specdec.step.step_output import StepOutput
 
 __all__ = ["TransformersTarget", "time_runners"]
 
@@ -107,20 +110,19 @@ class TransformersTarget(NotCopied):
     Args:
         model: any ``...ForCausalLM`` whose layers are attention and MLP.
         execution: which code runs the layers. ``auto``: the fastest exact runner for a model that specdec owns, else
-            the model's own modules. ``transformers``: the model's own layers one by one, or, where these cannot be
-            called so, its whole forward (:mod:`specdec.runners.whole_model`). ``fused``: fewer torch operations for
-            known layers. ``native``: all layers in one call of C, on a CPU.
-        attention: name of the kernels, see :mod:`specdec.runners.attention`; any but ``auto`` rules out native layers.
+            ``modules``. ``modules``: the model's own forward as a whole (:mod:`specdec.runners.whole_model`).
+            ``fused``: fewer torch operations for known layers. ``native``: all layers in one call of C, on a CPU.
+        attention: name of the kernels of ``fused`` layers, see :mod:`specdec.runners.attention`; any but ``auto`` asks
+            for these layers.
         owned: only this target uses the model, so its weights may be repacked in place instead of copied. The model
             still computes, saves and copies the same values, but more slowly by itself, and packed weights cannot be
             changed. ``plain_model`` returns an unpacked copy.
         progress: called with the share that is done while steps are timed, once per machine and model.
 
     A model that is not owned is never changed; ``fused`` and ``native`` hold copies of its linear layers' weights.
-    Runners other than ``transformers`` read the model once and do not follow later changes of weights, modules or
-    hooks; after such a change the next generation raises TargetError. A runner that calls the model's own modules calls
-    replicas of them (:mod:`specdec.runners.replicas`) in eval mode, so the model may be called or trained in other
-    threads and callbacks meanwhile.
+    ``modules`` follows later changes of weights, modules and hooks. The others read the model once, and after such a
+    change the next generation raises TargetError. Where they call a part of the model, they call a replica of it
+    (:mod:`specdec.runners.replicas`) in eval mode.
 
     Raises:
         ConfigError: an unknown choice, or the named runner cannot run this model.
@@ -129,6 +131,7 @@ class TransformersTarget(NotCopied):
         ForkError: see :class:`specdec.costs.machine.Threads`.
     """
 
+    shared = False
     instead = (
         "share it: Engine(target, ...); in another process (started by 'spawn') load a new one: "
         "TransformersTarget.from_pretrained(...); plain_model() gives a model that can be copied"
@@ -170,102 +173,172 @@ class TransformersTarget(NotCopied):
         self._parameters = weights_in(model)
         self._plain: weakref.ref[PreTrainedModel] | None = None
         self._weights: str | None = None
-        self._seen: tuple[Snapshot, object] | None = None
         self._halves = dict[Without, LayerRunner | None]()
-        self._around: tuple[Outline | Snapshot, ...] = ()
+        self._joints: Joints | None = None
         self.runner: LayerRunner
         self.specs: list[LayerSpec]
         self._reference: Reference
         self.options: dict[str, Any] = {"attention": attention}
         if self.activations is not None:
             self.options["activations"] = self.activations
+        self._find_parts()
         tokens = tokens_for(len(weight_of(embedding)))
-        try:
-            maker = self._walk(tokens, attention, owned=owned)
-        except TargetError as error:
-            if execution not in ("auto", "transformers") or attention != "auto":
-                asked = f"execution={execution!r}" if attention == "auto" else f"attention={attention!r}"
-                raise ConfigError(f"{asked} cannot run this model: {error}; leave it at auto") from error
-            self._run_whole(tokens, error)
-            return
-        self.plan = choose_runner(
-            maker,
-            execution,
-            attention,
-            differs=self._differs,
-            kept=self._kept_seconds,
-            seconds=partial(self._seconds, progress),
-        )
+        expected = own_logits(model, self, tokens)
+        self.vocab_size = int(expected.shape[-1])
+        self.plan = self._choose(expected, tokens, execution, attention, owned=owned, progress=progress)
         self.runner, self.options["runner"] = self.plan.runner, self.plan.runner.name
         with self.active():
             self.runner.measure_rows(self.specs)
         del self._reference
-        packed: Any = model.get_input_embeddings()
-        asked_once = maker.rotary.module.modules() if maker.rotary.fixed else ()
-        self._around = (  # which no runner follows
-            Outline(model, self.decoder, config, packed),
-            Snapshot(asked_once, root=model, everywhere=False),
-        )
+        self._around = self._outlines()
 
-    def _walk(self, tokens: Sequence[int], attention: str, *, owned: bool) -> RunnerMaker:
-        """Find the model's parts, and have its layers run one by one.
+    def _find_parts(self) -> None:
+        """Find the decoder, its layers and its last norm, as far as specdec knows them; heads and other runners do."""
+        model: Any = self.model
+        self.decoder: nn.Module = model
+        self._norm: nn.Module | None
+        self.layers, self._norm = nn.ModuleList(), None
+        self.layer_weights = self._parameters - weights_in(model.get_input_embeddings())
+        self._unread: TargetError | None = None
+        try:
+            self.decoder, self.layers, self._norm = decoder_parts(self.name, model)
+            self.num_layers, self.layer_weights = len(self.layers), weights_in(self.layers)
+        except TargetError as error:
+            self._unread = error
+        self.whole = Whole(model, self.decoder)
+
+    def _choose(
+        self,
+        expected: torch.Tensor,
+        tokens: Sequence[int],
+        execution: str,
+        attention: str,
+        *,
+        owned: bool,
+        progress: Callable[[float], None] | None,
+    ) -> Plan:
+        """Make the runner, whose logits are those of the model."""
+        modules = partial(self._run_whole, expected, tokens)
+        named = "fused" if execution == "auto" and attention != "auto" else execution
+        asked = f"attention={attention!r}" if execution == "auto" else f"execution={execution!r}"
+        if named == "modules" or (named == "auto" and not owned):
+            if attention != "auto":
+                raise ConfigError(f"{asked} runs the model's own attention; leave attention={attention!r} at auto")
+            reason = "the model was handed in, and is followed; name execution= to have a copy of its weights packed"
+            return Plan(modules(), "it was asked for" if named == "modules" else reason, {})
+        maker, others, why = None, dict[str, str](), ""
+        try:
+            maker = self._maker(owned)
+            reasons = ((name, maker.why_not(name, attention)) for name in ("native", "fused"))
+            others = {name: reason for name, reason in reasons if reason is not None}
+            if named in others or len(others) > 1:
+                raise TargetError(others[named if named in others else "fused"])
+            self._walk(maker, expected, tokens, attention)
+        except TargetError as error:
+            if named != "auto":
+                raise ConfigError(f"{asked} cannot run this model: {error}; leave it at auto") from error
+            maker, why = None, str(error)
+        if maker is None:
+            return Plan(modules(), why, others)
+        plan = choose_runner(
+            maker,
+            named,
+            attention,
+            modules=modules,
+            differs=self._differs,
+            kept=self._kept_seconds,
+            seconds=partial(self._seconds, progress),
+        )
+        return plan if execution == named else replace(plan, reason=others.get("native", asked), others=others)
+
+    def _maker(self, owned: bool) -> RunnerMaker:
+        """What makes runners of the model's layers.
+
+        Raises:
+            TargetError: its layers are not known, or code around them does what such a runner would lose.
+        """
+        if self._unread is not None:
+            raise self._unread
+        if getattr(self.decoder, "rotary_emb", None) is None:
+            raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
+        self.whole.check_calls()
+        assert self._norm is not None
+        return RunnerMaker(self.model, self.decoder, self.layers, self._norm, self.config, owned=owned)
+
+    def _walk(self, maker: RunnerMaker, expected: torch.Tensor, tokens: Sequence[int], attention: str) -> None:
+        """Read what the layers cache, and how they round, by running them one by one.
 
         Raises:
             TargetError: the model cannot be walked; the message names the part.
         """
-        model: Any = self.model
-        self.decoder, self.layers, norm = decoder_parts(self.name, model)
-        self.whole = Whole(model, self.decoder)
-        if getattr(self.decoder, "rotary_emb", None) is None:
-            raise TargetError(f"{self.name} has no rotary_emb; specdec drives decoders with rotary positions")
-        self.num_layers, self.layer_weights = len(self.layers), weights_in(self.layers)
-        expected = own_logits(model, self, tokens)
-        self.vocab_size = int(expected.shape[-1])
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._rotary = maker.rotary
         try:
-            maker = RunnerMaker(model, self.decoder, self.layers, norm, self.config, owned=owned)
-            self.runner = maker.make("transformers")
-            self.joints = self._read_joints(embedding, norm, head, tokens)
+            self.runner = maker.make("walk")
+            self._joints = self._read_joints(tokens)
             self.specs = self._with_windows(self._read_specs(maker, tokens[0]), tokens[0])
             check_runs(attention, self.specs)
-            self._reference = Reference(model, expected, self, self.specs, tokens)
+            self._reference = Reference(self.model, expected, self, self.specs, tokens)
             with self.runner.every_expert():
                 self._reference.check_modules(partial(self._shadow, maker) if self._has_shadow() else None)
         except SpecdecError:
             raise
         except Exception as error:  # code of others, called in a way of ours: it may raise anything
             raise TargetError(
-                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}; use a "
-                "decoder of the families that the README names"
+                f"{self.name} cannot be walked layer by layer: {type(error).__name__}: {first_line(error)}"
             ) from error
-        return maker
 
-    def _run_whole(self, tokens: Sequence[int], refused: TargetError) -> None:
-        """Have a model that cannot be walked run by its own whole forward, if that computes its logits over a tree.
+    def _run_whole(self, expected: torch.Tensor, tokens: Sequence[int]) -> LayerRunner:
+        """The runner of the model's own whole forward, if that computes its logits over a tree.
 
         Raises:
-            TargetError: ``refused``, or how the logits differ.
+            TargetError: it cannot be called so, or how the logits differ.
         """
-        model: Any = self.model
-        self.whole, self.layers = Whole(model, model), nn.ModuleList()
-        expected = own_logits(model, self, tokens)
-        self.vocab_size = int(expected.shape[-1])
-        self.layer_weights = self._parameters - weights_in(model.get_input_embeddings())
-        self.joints = Joints()
+        self._joints = None
         try:
-            runner = WholeModelRunner(model, whole_masks(model), tokens)
+            masks = whole_masks(self.model)
+            norm = None if self._unread is not None else partial(last_norm, self.name, self.model)
+            runner = WholeModelRunner(self.model, norm, self.num_layers, self.device, masks, tokens)
             self.runner, self.specs, self.options["runner"] = runner, runner.specs, runner.name
-            self._reference = Reference(model, expected, self, self.specs, tokens)
+            self._reference = Reference(self.model, expected, self, self.specs, tokens)
             off = self._differs(runner)
-        except TargetError as error:
-            raise TargetError(f"{refused}; nor can it be run as a whole: {error}") from refused
+        except SpecdecError:
+            raise
         except Exception as error:  # as above
             off = f"it fails: {type(error).__name__}: {first_line(error)}"
         if off is not None:
-            text = f"{refused}; nor do the logits of its whole forward over a tree agree with those of each path: {off}"
-            raise TargetError(text) from refused
-        del self._reference
-        self.plan = Plan(runner, f"the model's own forward as a whole: {refused}", {})
+            raise TargetError(
+                f"{self.name}: the logits of its own forward over a tree are not those of each path: {off}; it is "
+                "refused rather than decoded wrongly, so use plain generate"
+            )
+        return runner
+
+    def _check_again(self) -> None:
+        """Raises TargetError where a forward that was replaced since does not compute each path's logits of a tree."""
+        tokens = tokens_for(self.vocab_size)
+        with torch_switches.loading():
+            try:
+                self._reference = Reference(self.model, own_logits(self.model, self, tokens), self, self.specs, tokens)
+                off = self._differs(self.runner)
+            except SpecdecError:
+                raise
+            except Exception as error:  # code of others
+                off = f"it fails: {type(error).__name__}: {first_line(error)}"
+            finally:
+                vars(self).pop("_reference", None)
+        if off is not None:
+            raise TargetError(
+                f"the forward of {self.name}, or its attention, was changed after it was loaded, and its logits over a "
+                f"tree are not those of each path: {off}; put it back, or use plain generate"
+            )
+
+    def _outlines(self) -> Sequence[Outline | Snapshot]:
+        """What no runner follows."""
+        embedding: Any = self.model.get_input_embeddings()
+        if self.runner.whole:  # its masks were read of the config, and its caches are on its devices
+            return (Outline((), self.config, embedding),)
+        fixed = self._rotary.module.modules() if self._rotary.fixed else ()
+        around = Outline((self.model, self.decoder), self.config, embedding)
+        return around, Snapshot(fixed, root=self.model, everywhere=False)
 
     @classmethod
     @torch_switches.makes
@@ -379,7 +452,7 @@ class TransformersTarget(NotCopied):
                 if each <= bucket(rows) and exit_layer is None:
                     self.forward(rows_for(count, each, each, wanted=wanted))
                 elif each <= bucket(rows):
-                    early = self.forward(rows_for(count, each, each, plan=plan, wanted=NOTHING)).hidden
+                    early = self.forward(rows_for(count, each, each, plan=plan, wanted=NOTHING)).out
                     entering = Entering(exit_layer or 0, early[:each])
                     self.forward(rows_for(count, each, each, wanted=wanted, entering=entering))
                 for whole in (size for size in sizes if each < size <= bucket(levels or 1)):
@@ -387,12 +460,15 @@ class TransformersTarget(NotCopied):
 
     def active(self) -> AbstractContextManager[None]:
         Threads.check()
-        autocast = self.runner.name in ("transformers", "modules")  # these modules are called as they are
-        return torch_switches.steps(autocast=autocast)
+        return torch_switches.steps(autocast=self.runner.whole)  # the model is called as it is
 
-    def forward(self, step: StepInput) -> TargetOutput:
+    def forward(self, step: StepInput) -> StepOutput:
         first_times, plan = FirstTimes.seen, step.plan
-        if step.entering is not None:
+        if self.runner.whole:
+            if step.entering is not None or plan.parts or plan.last not in (None, self.num_layers):
+                raise self._no_layers("the drafter")
+            output = self._finish(None, rows_on(self.device, step), 0, self.num_layers, Joints())
+        elif step.entering is not None:
             output = self._run_stages(step, step.entering)
         elif plan.parts:
             output = self._run(step, 0, plan.last, None)
@@ -402,7 +478,7 @@ class TransformersTarget(NotCopied):
         output.first_time = FirstTimes.seen != first_times
         return output
 
-    def _run_stages(self, step: StepInput, entering: Entering) -> TargetOutput:
+    def _run_stages(self, step: StepInput, entering: Entering) -> StepOutput:
         """Rows with hidden states join at their layer; the other rows are run up to that layer first."""
         layers: Any = entering.layer
         stages, wanted = sorted({*layers}), Wanted(NOTHING.logits, 0, step.wanted.hidden)
@@ -413,31 +489,45 @@ class TransformersTarget(NotCopied):
             brought = None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
             own = step if layer == stages[-1] else beginning(step, sum(one <= layer for one in layers), wanted)
             output = self._run(own, max(layer, 0), after, brought)
-            hidden = output.hidden
-            found |= output.taps
-        output.taps = found
+            hidden = output.out
+            found |= output.hidden
+        output.hidden = found
         return output
 
-    def _run(self, step: StepInput, first: int, last: int | None, hidden: torch.Tensor | None) -> TargetOutput:
+    def _run(self, step: StepInput, first: int, last: int | None, hidden: torch.Tensor | None) -> StepOutput:
         """Rows through layers [first, last), None for all; ``hidden``: of rows that do not begin with their tokens."""
         rows, last = rows_on(self.device, step, self.backend), self.num_layers if last is None else last
         if step.plan.parts:
             return self._run_parts(rows, first, last, hidden)
         return self._run_layers(rows, first, last, hidden)
 
-    def _run_layers(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
-        runner, taps, logits = self.runner, rows.step.wanted.hidden, None
+    def _run_layers(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
+        runner, taps = self.runner, rows.step.wanted.hidden
         if hidden is None and not (runner.looks_up and self.joints.plain):
             hidden = self.joints.embedding(runner.enter(rows))
-        if last < self.num_layers:
-            hidden, found = runner.run(hidden, rows, first, last, taps)
-        else:
-            hidden, found, logits = runner.finish(hidden, rows, first, last, self.joints)
-        if last in taps:
-            found[last] = hidden
-        return TargetOutput(logits, hidden, found, rows=rows)
+        if last == self.num_layers:
+            return self._finish(hidden, rows, first, last, self.joints)
+        hidden, found = runner.run(hidden, rows, first, last, taps)
+        return _sent(StepOutput(out=hidden, hidden=found), rows, last)
 
-    def _run_parts(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
+    def _finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> StepOutput:
+        """Rows through the last layers, the last norm and the head."""
+        return _sent(self.runner.finish(hidden, rows, first, last, joints), rows, last)
+
+    def check_layers(self, asked: str) -> None:
+        """Raises ConfigError where some layers, or parts of them, cannot be run by themselves, as ``asked`` does."""
+        if self.runner.whole:
+            raise self._no_layers(asked)
+
+    def _no_layers(self, asked: str) -> ConfigError:
+        """What to say where some of the layers are to be run."""
+        return ConfigError(
+            f"{asked} runs some of the target's layers, and this {self.name} is run by its own forward as a whole "
+            f"(execution 'modules': {self.plan.reason}); name execution='native' or 'fused' where its layers are like "
+            "Llama's, or choose a drafter that does not, such as lookahead, medusa or eagle"
+        )
+
+    def _run_parts(self, rows: Rows, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
         """The same where parts of layers are left out."""
         for parts, begin, end in rows.step.plan.runs(first, last):
             if hidden is None and (begin or parts is not Part.BOTH):
@@ -449,22 +539,22 @@ class TransformersTarget(NotCopied):
             elif end == self.num_layers:
                 return self._run_layers(rows, begin, end, hidden)
             else:
-                hidden = self._run_layers(rows, begin, end, hidden).hidden
+                hidden = self._run_layers(rows, begin, end, hidden).out
         hidden = self.embed(rows.step.ids) if hidden is None else hidden
         # Where the last layer is left out, wholly or in part, the head reads what came before.
         ends = last == self.num_layers and not rows.step.wanted.nothing
-        return TargetOutput(self.head(self.norm(hidden)) if ends else None, hidden, rows=rows)
+        return StepOutput(
+            self.head(self.norm(hidden)) if ends else None, rows.step.wanted.scored, out=hidden, sent=rows
+        )
 
     def half_layers(self, without: Without) -> LayerRunner | None:
         """A runner of all layers without their attention or their MLP; None where they cannot be run so."""
+        if self.runner.whole:
+            return None
         if without not in self._halves and isinstance(self.runner, NativeRunner):
             self._halves[without] = native_half_layers(self.runner, without)
-        elif isinstance(self.runner, WholeModelRunner):
-            return None
         elif without not in self._halves:
-            _, _, norm = decoder_parts(self.name, self.model)
-            maker = RunnerMaker(self.model, self.decoder, self.layers, norm, self.config, owned=False)
-            self._halves[without] = half_layers(maker, without)
+            self._halves[without] = half_layers(self._maker(owned=False), without)
         return self._halves[without]
 
     def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
@@ -478,7 +568,7 @@ class TransformersTarget(NotCopied):
     def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
         """The weight [V, D] whose rows are embeddings; None where more is done to them, or only a module can tell."""
         embedding: Any = self.runner.embed
-        if self.joints.embedding != Joint() or isinstance(self.runner, WholeModelRunner):
+        if self.joints.embedding != Joint():
             return None
         if isinstance(embedding, TiedEmbedding):
             return embedding.store if embedding.scale is None else None
@@ -502,7 +592,7 @@ class TransformersTarget(NotCopied):
     def packed_head(self) -> PackedWeight | None:
         """The packed weight that the head multiplies hidden states with; None where it is not packed, or does more."""
         packed: PackedWeight | None = getattr(self.runner.head, "packed", None)
-        return packed if self.joints.plain else None
+        return packed if packed is not None and self.joints.plain else None
 
     def head_of(
         self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
@@ -520,6 +610,9 @@ class TransformersTarget(NotCopied):
         kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
         return HeadOf(kernel, self.joints)
 
+    def greet(self, sampler: Sampler, **others: Any) -> None:
+        """As :meth:`Target.greet`: one process agrees with itself."""
+
     def check_unchanged(self) -> None:
         """Called before every generation.
 
@@ -529,20 +622,25 @@ class TransformersTarget(NotCopied):
         """
         Threads.check()
         self.whole.check_methods(LOOP)
+        if not self.runner.whole:
+            self.whole.check_methods(CALLED)
         self.runner.look()
+        if isinstance(self.runner, WholeModelRunner) and self.runner.renewed():
+            self._check_again()
         around = next((what for one in self._around if (what := one.changed()) is not None), None)
         changed = around or self.runner.changed()
         if changed is not None:
-            lenient = ", or use execution='transformers', which follows edits of weights and hooks"
+            lenient = ", or use execution='modules', which follows edits of weights, modules and hooks"
             raise TargetError(
-                f"{self.name} was changed after its {self.runner.name} layers were made, which would not follow: "
+                f"{self.name} was changed after its {self.runner.name} runner was made, which would not follow: "
                 f"{changed}; make a new engine of it{'' if around or self.runner.borrows else lenient}"
             )
 
     def version(self) -> object:
-        if self._seen is None or self._seen[0].changed() is not None:
-            self._seen = Snapshot(self.model.modules(), root=self.model), object()
-        return self._seen[1]
+        """Where parameters and buffers are, how often they were written to, and which adapters of peft are active."""
+        weights = tuple(map(_state, chain(self.model.parameters(), self.model.buffers())))
+        adapted = (own for module in self.model.modules() if "_active_adapter" in (own := vars(module)))
+        return weights, tuple((str(own["_active_adapter"]), own.get("_disable_adapters")) for own in adapted)
 
     def plain_model(self) -> PreTrainedModel:
         """The model as transformers made it: ``model`` itself, or where weights were repacked, a copy with its own."""
@@ -593,7 +691,7 @@ class TransformersTarget(NotCopied):
                 "activations": self.options.get("activations"),
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": str(self.device),
-                "between its parts": str(self.joints) or None,
+                "between its parts": None if self._joints is None else str(self._joints) or None,
             },
             "execution": {
                 "runner": self.runner.name,
@@ -638,17 +736,42 @@ class TransformersTarget(NotCopied):
         return f"in pages of {PAGE} tokens; {used} of {pages} in use, {size / 1e6:.1f} MB"
 
     def _describe_attention(self) -> str:
+        if self.runner.whole:
+            return f"the model's own ({getattr(self.config, '_attn_implementation', 'of its class')})"
         if self.batch_invariant:
             return "by Triton, cut at fixed positions of the text"
         softcap = getattr(self.config, "attn_logit_softcapping", None)
         return describe_backend(self.backend, self.specs, softcap)
 
-    def _read_joints(self, embedding: Any, norm: Any, head: Any, tokens: Sequence[int]) -> Joints:
+    @property
+    def joints(self) -> Joints:
+        """The operations of the model between its parts; those of a model that is run as a whole are read when asked.
+
+        Raises:
+            TargetError: they are not known, so that its embedding and its head cannot be called by themselves.
+        """
+        if self._joints is None:
+            try:
+                if self._unread is not None:
+                    raise self._unread
+                embedding: Any = self.model.get_input_embeddings()
+                self._joints = self._read_joints(tokens_for(len(weight_of(embedding))))
+            except Exception as error:  # code of others: it may raise anything
+                raise TargetError(
+                    f"{self.name} is run by its own forward as a whole, and its embedding, last norm and head cannot "
+                    f"be called by themselves: {first_line(error)}; choose a drafter that reads tokens alone, such as "
+                    "prompt_lookup or lookahead"
+                ) from error
+        return self._joints
+
+    def _read_joints(self, tokens: Sequence[int]) -> Joints:
         """The operations of the model between its parts, recorded while it runs with its own attention."""
+        model: Any = self.model
         ids = torch.tensor([list(tokens)], device=self.device)
-        replicas = Replicas(self.model, whole=True)  # others may call the model meanwhile
+        replicas = Replicas(model, whole=True)  # others may call the model meanwhile
         forward = partial(replicas.root, ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        places = {"embedding": embedding, "layer": self.layers[0], "norm": norm, "head": head}
+        places = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+        places |= {"layer": self.layers[0], "norm": self._norm}
         with torch.inference_mode():
             return read_joints(
                 self.name, self.config, forward, **{name: replicas.of(at) for name, at in places.items()}
@@ -658,7 +781,7 @@ class TransformersTarget(NotCopied):
         """What each layer caches, as seen by an attention function that only looks."""
         specs: list[LayerSpec] = []
         layers = [maker.module_layer(n, ProbeLayer, use_cache=False, note=specs.append) for n in range(self.num_layers)]
-        runner = maker.of_layers("transformers", list(layers), [])
+        runner = maker.of_layers("walk", list(layers), [])
         with self._using(runner), torch.inference_mode():
             self.forward(StepInput.of(KVCache([], capacity=1, rows=1), [token], wanted=NOTHING))
         if len(specs) != self.num_layers:
@@ -705,7 +828,7 @@ class TransformersTarget(NotCopied):
         """
         dtype = self._reference.other_dtype
         layers = [maker.module_layer(number, ShadowLayer, dtype=dtype) for number in range(self.num_layers)]
-        runner = maker.of_layers("transformers", [*layers], [])
+        runner = maker.of_layers("walk", [*layers], [])
         parts = self.model.get_input_embeddings(), maker.norm, self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         runner.embed, runner.norm, runner.head = (Evaluated(part, dtype=dtype) for part in parts)
         if isinstance(parts[0], TiedEmbedding):  # which has no parameters to be cast
@@ -747,6 +870,24 @@ class TransformersTarget(NotCopied):
 def _stores(model: nn.Module) -> Iterator[PackedWeight]:
     """The packed weights of a model's modules."""
     return (store for module in model.modules() if isinstance(module, PackedModule) for store in module.stores)
+
+
+def _sent(output: StepOutput, rows: Rows, last: int) -> StepOutput:
+    """The output with what went to the rows' device, and with the last layer's hidden states where they are wanted."""
+    if last in rows.step.wanted.hidden:
+        output.hidden.setdefault(last, output.out)
+    output.sent = rows
+    return output
+
+
+def _state(weight: torch.Tensor) -> tuple[int, tuple[int, ...], int | None]:
+    """Where a weight is, how it lies there, and how often it was written to, as far as torch tells."""
+    own: Any = getattr(weight, "_local_tensor", weight)  # of a DTensor
+    try:
+        place = own.data_ptr()
+    except RuntimeError:  # a tensor that is made of others has none
+        place = id(weight)
+    return place, own.stride(), torch_switches.writes_to(own)
 
 
 def _timed(curve: CostCurve) -> list[float]:

@@ -36,12 +36,17 @@ INLINE void multiply_often(float *sums, const float *values, int64_t times, cons
     for (int n = 0; n < SUMS; n++) *(floats *)(sums + n * LANES) = own[n];
 }
 
+/* Hides from the compiler what lies in memory, and whether it is read: else clang computes the sums while it compiles. */
+#define UNKNOWN(memory) __asm__ volatile("" : : "r"(memory) : "memory")
+
 /* Multiplies and adds, `times` times, on each of some threads, as products with weights of a kind do, by tiles where these
  * are lent to the process. Returns the number of multiplications and additions. */
 int64_t specdec_multiply(int kind, int tiles, int64_t times, int threads) {
     int64_t operations = 0;
     AS_TEAM {
         float sums[16 * LANES] = {0}, values[2 * LANES] = {0};
+        UNKNOWN(sums);
+        UNKNOWN(values);
         int64_t own = 2 * (LANES == 16 ? 14 : 12) * LANES * times * (paired(kind) ? 2 : 1);
 #if HAS_TILES
         if (tiles) {
@@ -59,7 +64,7 @@ int64_t specdec_multiply(int kind, int tiles, int64_t times, int threads) {
         if (paired(kind)) multiply_often(sums, values, times, PAIRS);
         else multiply_often(sums, values, times, FULL);
         __atomic_fetch_add(&operations, own, __ATOMIC_RELAXED);
-        *(volatile float *)values = sums[0]; /* or nothing asks for the sums */
+        UNKNOWN(sums);
     }
     (void)tiles;
     return operations;

@@ -8,23 +8,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int64, c_uint64
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from specdec.native.library import library
 
-__all__ = ["Stored", "chances", "draw", "largest", "rank", "weighed"]
+__all__ = ["Stored", "chances", "draw", "rank", "weighed"]
 
 _HALF = {torch.float32: False, torch.bfloat16: True}
-
-
-class Found(NamedTuple):
-    """Tokens and scores of each row's ``each`` largest scores, which were found while the rows were computed."""
-
-    each: int
-    places: array[int]
-    values: array[float]
 
 
 class Stored(NamedTuple):
@@ -37,15 +29,12 @@ class Stored(NamedTuple):
         address: address of the first row.
         rows, size: shape [rows, size] of the scores.
         half: whether the scores are bfloat16; else float32.
-        found: the largest scores of these rows and of the ``first`` rows before them, or None.
     """
 
     address: int
     rows: int
     size: int
     half: bool
-    found: Found | None = None
-    first: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,16 +44,7 @@ class Stored(NamedTuple):
     def part(self, first: int, rows: int) -> Stored:
         """``rows`` rows, from row ``first`` on."""
         address = self.address + first * self.size * (2 if self.half else 4)
-        return Stored(address, rows, self.size, self.half, self.found, self.first + first)
-
-    def known(self, rows: Sequence[int] | None, count: int) -> tuple[Found, Sequence[int]] | None:
-        """The largest scores, and each row's offset in them; None where fewer than ``count`` a row are known."""
-        if (found := self.found) is None or found.each < count:
-            return None
-        first, each = self.first, found.each
-        if rows is None:
-            return found, range(first * each, (first + self.rows) * each, each)
-        return found, [(first + row) * each for row in rows]
+        return Stored(address, rows, self.size, self.half)
 
 
 def _stored(scores: torch.Tensor | Stored) -> Stored | None:
@@ -76,44 +56,24 @@ def _stored(scores: torch.Tensor | Stored) -> Stored | None:
     return Stored(scores.data_ptr(), len(scores) if scores.dim() > 1 else 1, scores.shape[-1], _HALF[scores.dtype])
 
 
-def largest(scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: int) -> list[list[int]] | None:
-    """The tokens of the ``count`` largest scores in rows of [R, V] (None: all rows) or in [V], largest first.
+def weighed(
+    scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: int
+) -> tuple[list[array[int]], list[array[float]]] | None:
+    """Tokens, as arrays "q", and scores, as arrays "f", of each row's ``count`` largest scores, largest first.
 
-    Of equal scores the first comes first; NaN comes before all numbers.
+    ``rows``: of [R, V], None for all. Of equal scores the first comes first; NaN comes before all numbers.
     """
     if (stored := _stored(scores)) is None:
         return None
     number, count = stored.rows if rows is None else len(rows), min(count, stored.size)
-    if (known := stored.known(rows, count)) is not None:
-        places, firsts = known[0].places, known[1]
-        return [places[first : first + count].tolist() for first in firsts]
-    best = (c_int64 * (number * count))()
-    _find(stored, rows, number, count, best, None)
-    return [best[first : first + count] for first in range(0, number * count, count)]
-
-
-def weighed(
-    scores: torch.Tensor | Stored, rows: Sequence[int] | None, count: int
-) -> tuple[list[array[int]], list[array[float]]] | None:
-    """Tokens, as arrays "q", and scores, as arrays "f", of each row's ``count`` largest scores; see :func:`largest`."""
-    if (stored := _stored(scores)) is None:
-        return None
-    number, count = stored.rows if rows is None else len(rows), min(count, stored.size)
-    if (known := stored.known(rows, count)) is not None:
-        (_, places, values), firsts = known
-    else:
-        places, values = array("q", bytes(8 * number * count)), array("f", bytes(4 * number * count))
-        _find(stored, rows, number, count, places.buffer_info()[0], values.buffer_info()[0])
-        if number == 1:
-            return [places], [values]
-        firsts = range(0, number * count, count)
+    places, values = array("q", bytes(8 * number * count)), array("f", bytes(4 * number * count))
+    wanted, given = None if rows is None else (c_int64 * number)(*rows), (stored.size, stored.half, count)
+    found = [own.buffer_info()[0] for own in (places, values)]
+    library().specdec_top(stored.address, wanted, number, *given, *found)
+    if number == 1:
+        return [places], [values]
+    firsts = range(0, number * count, count)
     return [places[first : first + count] for first in firsts], [values[first : first + count] for first in firsts]
-
-
-def _find(stored: Stored, rows: Sequence[int] | None, number: int, count: int, best: Any, found: int | None) -> None:
-    """Write the largest scores' tokens of ``number`` rows to ``best``, and the scores to ``found``."""
-    wanted = None if rows is None else (c_int64 * number)(*rows)
-    library().specdec_top(stored.address, wanted, number, stored.size, stored.half, count, best, found)
 
 
 def chances(

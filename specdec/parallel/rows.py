@@ -19,6 +19,7 @@ about a kilobyte for everything above.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,17 +28,17 @@ from transformers.generation import logits_process
 
 from specdec.errors import ConfigError, ParallelError
 from specdec.parallel.ranks import checksum
-from specdec.parallel.shares import GatheredScores, SharedCache, ShareOutput
+from specdec.parallel.shares import SharedCache
 from specdec.parallel.target import ParallelTarget
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
-from specdec.sampling.verify import Verdict, Verification, match, verifier_for
+from specdec.sampling.verify import Verdict, Verifier, match
 from specdec.step.cache import KVCache
 from specdec.step.step_io import WHOLE, StepInput, Wanted
+from specdec.step.step_output import StepOutput, Top
 from specdec.step.tree import Draft
-from specdec.target import FINAL, TargetOutput
+from specdec.target import FINAL
 
-__all__ = ["ShardedTarget", "ShardedVerification"]
+__all__ = ["ShardedTarget"]
 
 _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 _ALLOWED = 4  # steps in which a rank may differ by rounding, and one in eight besides
@@ -66,7 +67,12 @@ class ShardedTarget(ParallelTarget):
         own = super().new_cache(capacity=capacity, rows=2 * rows)  # a share, and as many pending rows
         return SharedCache(own, self.ranks.rank, self.ranks.size, capacity=capacity, rows=rows)
 
-    def forward(self, step: StepInput) -> TargetOutput:
+    def greet(self, sampler: Sampler, **others: Any) -> None:
+        if others["the_logprobs"] is not None:
+            raise ConfigError("parallel='rows' exchanges tokens and no logits; leave out logprobs, or take 'tensor'")
+        super().greet(sampler, **others)
+
+    def forward(self, step: StepInput) -> StepOutput:
         cache, wanted = step.texts[0], step.wanted
         if len(step.texts) > 1 or not isinstance(cache, SharedCache):
             return super().forward(step)
@@ -90,20 +96,30 @@ class ShardedTarget(ParallelTarget):
         output = super().forward(
             StepInput.of(cache.own, own.tokens, own.tree, wanted=Wanted(held, wanted.top_k, wanted.hidden))
         )
-        hidden = {layer: found[len(pending) :] for layer, found in output.taps.items()}
-        return ShareOutput(output, hidden, cache=cache, shares=shares, scored=scored)
+        output.hidden = {layer: found[len(pending) :] for layer, found in output.hidden.items()}
+        output.rows = [at for at, row in enumerate(share) if row in scored]
+        output.join = partial(self._judge, cache, shares, wanted)
+        return output
 
-    def judge(self, output: TargetOutput, draft: Draft, sampler: Sampler, top_k: int) -> Verdict:
-        """Verify a draft together with all ranks; afterwards the taps of ``output`` are those of the whole draft."""
-        assert isinstance(output, ShareOutput)
-        self._refuse(draft, sampler)
-        cache, ranks, top_k = output.cache, self.ranks, min(top_k, self.vocab_size)
+    def _judge(
+        self,
+        cache: SharedCache,
+        shares: list[list[int]],
+        wanted: Wanted,
+        rule: Verifier,
+        draft: Draft,
+        output: StepOutput,
+        sampler: Sampler,
+    ) -> Verdict:
+        """Verify a draft together with all ranks; afterwards ``output`` is that of the whole draft."""
+        self._refuse(rule, draft, sampler)
+        ranks, top_k, share = self.ranks, min(wanted.top_k, self.vocab_size), shares[self.ranks.rank]
         cache.text = checksum(sampler.tokens[cache.known :], start=cache.text)
         cache.known = len(sampler.tokens)
-        message = _Message(self.max_rows, top_k, {layer: t[0] for layer, t in output.taps.items()})
+        message = _Message(self.max_rows, top_k, {layer: t[0] for layer, t in output.hidden.items()})
         failure = None
         try:
-            words = message.written(output, draft, sampler, ranks.rank)
+            words = message.written(output, draft, sampler, share)
         except Exception as error:  # the others must not wait for this rank
             failure, words = error, message.failed()
         message.read(words)["text"] = checksum(
@@ -115,22 +131,22 @@ class ShardedTarget(ParallelTarget):
         ranks.check_equal("the draft", found["text"][:, 0].tolist())
         for rank in np.flatnonzero(found["count"] < 0).tolist():
             raise ParallelError(f"rank {rank} failed in the middle of a step; its own error says why")
-        ways = [message.way(parts, draft, share) for parts, share in zip(found, output.shares, strict=True)]
+        ways = [message.way(parts, draft, share) for parts, share in zip(found, shares, strict=True)]
         self._compare([way[0] for way in ways])
         verdict = _settled(draft, ways)
         ends = [parts for parts, way in zip(found, ways, strict=True) if [*way][-1] == verdict.path[-1]]
-        whole = {layer: own.new_full((len(draft), own.shape[-1]), torch.nan) for layer, own in output.taps.items()}
+        whole = {layer: own.new_full((len(draft), own.shape[-1]), torch.nan) for layer, own in output.hidden.items()}
         for parts in ends[:1]:
             for layer, rows in whole.items():
                 rows[verdict.path[-1]] = message.tap(parts, layer)
-        output.taps = whole
-        best = message.best(found, output.shares, output.scored)
-        verdict.scores = GatheredScores(best, draft.scored_rows())
+        output.rows = wanted.scored
+        best = message.best(found, shares, range(len(draft)) if output.rows is None else output.rows)
+        output.gather(Top(top_k, best, ()), whole)
         return verdict
 
-    def _refuse(self, draft: Draft, sampler: Sampler) -> None:
+    def _refuse(self, rule: Verifier, draft: Draft, sampler: Sampler) -> None:
         """Raises ConfigError for what needs more than a row's token."""
-        if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
+        if rule is not match:
             what = "a draft with probabilities (q)" if draft.q else f"acceptance={sampler.params.acceptance!r}"
             raise ConfigError(
                 f"parallel='rows' exchanges tokens, and {what} is judged by whole distributions; "
@@ -156,17 +172,6 @@ class ShardedTarget(ParallelTarget):
                     f"rank {rank} continued the same text otherwise than rank 0 in {self._differed[rank]} of "
                     f"{self._steps} steps, which is no rounding; check that both have the same weights, and its device"
                 )
-
-
-class ShardedVerification(Verification):
-    """Verifies a sequence's drafts with all ranks."""
-
-    def __init__(self, target: ShardedTarget, sampler: Sampler, top_k: int) -> None:
-        super().__init__(sampler)
-        self._target, self._top_k = target, top_k
-
-    def verify(self, draft: Draft, step: StepInput, output: TargetOutput) -> Verdict:
-        return self._target.judge(output, draft, self.sampler, self._top_k)
 
 
 Way = dict[int, int]
@@ -199,22 +204,20 @@ class _Message:
         self.read(words)["count"] = -1
         return words
 
-    def written(self, output: ShareOutput, draft: Draft, sampler: Sampler, rank: int) -> Words:
-        assert output.logits is not None
-        share, words = output.shares[rank], self.failed()
+    def written(self, output: StepOutput, draft: Draft, sampler: Sampler, share: Sequence[int]) -> Words:
+        words = self.failed()
         place = {row: at for at, row in enumerate(share)}
         own = Draft(
             [draft.tokens[row] for row in share],
             [-1, *(place[draft.parents[row]] for row in share[1:])],
             probes=frozenset(place[row] for row in draft.probes if row in place),
         )
-        scores = Scores(output.logits, [place[row] for row in output.scored if row in place])
-        verdict, parts = match(own, scores, sampler), self.read(words)
+        verdict, parts = match(own, output, sampler), self.read(words)
         parts["count"], parts["way"][: len(verdict.tokens)] = len(verdict.tokens), verdict.tokens
         if self._top_k:
-            best = np.ravel(scores.top_k(self._top_k))
+            best = np.ravel(output.top_k(self._top_k))
             parts["best"][: len(best)] = best
-        for layer, tap in output.taps.items():
+        for layer, tap in output.hidden.items():
             parts[str(layer)] = tap[verdict.path[-1]].cpu().view(torch.int32).numpy()
         return words
 
@@ -227,15 +230,15 @@ class _Message:
                         and r not in draft.probes), -1)  # fmt: skip
         return way
 
-    def best(self, found: Words, shares: Sequence[Sequence[int]], scored: Sequence[int]) -> list[list[int]]:
-        """The likeliest tokens of each scored row, by the first rank that has the row."""
+    def best(self, found: Words, shares: Sequence[Sequence[int]], scored: Sequence[int]) -> list[int]:
+        """The likeliest tokens of each scored row, by the first rank that has the row, one row after the other."""
         known: dict[int, list[int]] = {}
         wanted, count = set(scored), self._top_k
         for parts, share in zip(found, shares, strict=True):
             rows = [row for row in share if row in wanted]
             table = parts["best"][: len(rows) * count].reshape(len(rows), count).tolist()
             known = dict(zip(rows, table, strict=True)) | known
-        return [known[row] for row in scored]
+        return [token for row in scored for token in known[row]]
 
     def tap(self, parts: Words, layer: int) -> torch.Tensor:
         """[D] of a layer at the end of a rank's way."""

@@ -1,18 +1,13 @@
-"""A rank's share of a step: its slots, its output, and the scores that it gets from other ranks."""
+"""A rank's share of a text: its slots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from specdec.errors import ConfigError
 from specdec.parallel.split import split
-from specdec.sampling.scores import Scores
 from specdec.step.cache import KVCache
-from specdec.target import TargetOutput
 
-__all__ = ["GatheredScores", "SharedCache"]
+__all__ = ["SharedCache"]
 
 
 class SharedCache(KVCache):
@@ -57,62 +52,3 @@ class SharedCache(KVCache):
             self._lags = [len(path) - count for count in kept]
             self._shares = None
         self.length += len(path)
-
-
-class ShareOutput(TargetOutput):
-    """The output of this rank's share; ``logits``, ``hidden`` and ``taps`` are of its own rows.
-
-    Args:
-        output: output of the rows that this rank ran.
-        taps: taps of its share of the draft.
-
-    Attributes:
-        cache: the text's cache.
-        shares: the rows of each rank.
-        scored: the rows whose logits are needed.
-    """
-
-    def __init__(
-        self,
-        output: TargetOutput,
-        taps: Mapping[int, torch.Tensor],
-        *,
-        cache: SharedCache,
-        shares: list[list[int]],
-        scored: list[int],
-    ) -> None:
-        super().__init__(output.logits, output.hidden, taps)
-        self.cache, self.shares, self.scored = cache, shares, scored
-
-
-class GatheredScores(Scores):
-    """The likeliest tokens of a step's scored rows, from all ranks, without logits.
-
-    Args:
-        best: per scored row its likeliest tokens, best first.
-        rows: the scored rows; None where row i has best[i].
-    """
-
-    def __init__(self, best: list[list[int]], rows: Sequence[int] | None) -> None:
-        super().__init__(torch.empty(0), rows)
-        self.best = best
-
-    def of(self, row: int) -> torch.Tensor:
-        raise ConfigError("logits are not exchanged under parallel='rows'; a drafter may read the likeliest tokens")
-
-    def argmax(self, row: int) -> int:
-        return self.top_k(1)[self.place(row)][0]
-
-    def top_k(self, count: int) -> list[list[int]]:
-        if any(len(tokens) < count for tokens in self.best[:1]):
-            raise ConfigError(
-                f"a drafter reads the {count} likeliest tokens of each row and its top_k is {len(self.best[0])}; "
-                "set `top_k` to the number that it reads"
-            )
-        return [tokens[:count] for tokens in self.best]
-
-    def weighed(self, count: int) -> tuple[list[list[int]], None]:
-        return self.top_k(count), None
-
-    def select(self, rows: Sequence[int], numbers: Sequence[int] | None) -> Scores:
-        return GatheredScores([self.best[self.place(row)] for row in rows], numbers)

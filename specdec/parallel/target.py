@@ -31,6 +31,7 @@ class ParallelTarget(TransformersTarget):
         splits: whether a step's rows are split over them.
     """
 
+    shared = True
     kind: ClassVar[str]
     splits: ClassVar[bool]
 

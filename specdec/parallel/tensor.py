@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from specdec.parallel.ranks import checksum
 from specdec.parallel.target import ParallelTarget
 from specdec.step.step_io import StepInput
-from specdec.target import TargetOutput
+from specdec.step.step_output import StepOutput
 
 __all__ = ["TensorTarget"]
 
@@ -26,7 +26,7 @@ class TensorTarget(ParallelTarget):
 
     kind, splits = "tensor", False
 
-    def forward(self, step: StepInput) -> TargetOutput:
+    def forward(self, step: StepInput) -> StepOutput:
         if not self.together:
             return super().forward(step)
         length, first, exit_layer = step.lengths[0], step.tree[-1] - step.rows, step.plan.last
@@ -41,9 +41,9 @@ class TensorTarget(ParallelTarget):
         found = self.ranks.gather(torch.tensor([own], dtype=torch.int32), patient=begins)
         self.ranks.check_equal("the rows", found[:, 0].tolist())
         output = super().forward(step)
-        read = [*output.taps.values(), *([] if output.logits is None else [output.logits])]
+        read = [*output.hidden.values(), *([] if output.logits is None else [output.logits])]
         if exit_layer is not None:
-            read.append(output.hidden)
+            read.append(output.out)
         if read:
             led = self.ranks.lead(torch.cat([tensor.flatten() for tensor in read]))
             for tensor, part in zip(read, torch.split(led, [tensor.numel() for tensor in read]), strict=True):

@@ -3,7 +3,7 @@
 ``auto`` takes ``native`` where the library can run the model, unless its decoding steps are slower than ``fused`` by
 more than noise. On a tie native wins, as its results do not depend on other rows. Both are timed once per machine,
 model, dtype and number of threads, and their curves are kept (:mod:`specdec.costs.measuring`). A model object that the
-user passed is run by its own modules unless a runner is named, as other runners hold its weights a second time.
+user passed is run by its own forward unless a runner is named, as other runners hold its weights a second time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.errors import ConfigError, SpecdecWarning, TargetError, first_line
+from specdec.errors import SpecdecWarning, TargetError, first_line
 from specdec.runners.cuda import CudaLayer, CudaRunner
 from specdec.runners.cuts import ChosenCuts
 from specdec.runners.graphs import CudaRecorder
@@ -103,9 +103,7 @@ class RunnerMaker:
         ]
 
     def why_not(self, name: str, attention: str = "auto") -> str | None:
-        """Why a runner cannot run this model, or None."""
-        if name == "transformers":
-            return None
+        """Why ``fused`` or ``native`` cannot run this model, or None."""
         if name == "fused":
             if any(map(in_blocks, self.layers.modules())):
                 return "fused layers multiply dense weights, and these are quantised blocks"
@@ -126,7 +124,7 @@ class RunnerMaker:
         return why_not(known, min(rotated))
 
     def make(self, name: str) -> LayerRunner:
-        """A runner that ``why_not`` does not rule out."""
+        """``fused`` or ``native``, where ``why_not`` does not rule it out; any other name runs the own modules."""
         if name == "native":
             known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
             head = KnownHead.of(self.model, self.model.get_output_embeddings(), self.model.get_input_embeddings())
@@ -255,38 +253,34 @@ def choose_runner(
     execution: str,
     attention: str,
     *,
+    modules: Callable[[], LayerRunner],
     differs: Callable[[LayerRunner], str | None],
     kept: Callable[[str], list[float] | None],
     seconds: Callable[[LayerRunner], list[float] | None],
 ) -> Plan:
-    """Make the runner that ``execution`` asks for.
+    """Make the runner that ``execution`` asks for: ``auto``, ``native`` or ``fused``.
 
     Args:
+        modules: makes the runner of the model's own forward.
         differs: returns how a runner's logits differ from the model's, or None.
         kept: returns kept seconds of whole steps of ``TIMED_ROWS`` rows for a runner's name, or None.
         seconds: the same for a runner, measured now and kept; None if the machine was too busy.
 
     Raises:
-        ConfigError: the named runner cannot run this model; the message has the reason.
         TargetError: the named runner computes something else than the model.
     """
     if execution != "auto":
-        reason = maker.why_not(execution, attention)
-        if reason is not None:
-            raise ConfigError(f"execution={execution!r} cannot run this model: {reason}; leave it at auto")
         runner = maker.make(execution)
         if (off := differs(runner)) is not None:
             raise TargetError(f"execution={execution!r} does not compute what this model does: {off}; leave it at auto")
         return Plan(runner, "it was asked for", {})
-    if not maker.owned:
-        reason = "the model was handed in, and is left as it is; name execution= to have a copy of its weights packed"
-        return Plan(maker.make("transformers"), reason, {})
-    return _choose(maker, attention, differs, kept, seconds)
+    return _choose(maker, attention, modules, differs, kept, seconds)
 
 
 def _choose(
     maker: RunnerMaker,
     attention: str,
+    modules: Callable[[], LayerRunner],
     differs: Callable[[LayerRunner], str | None],
     kept: Callable[[str], list[float] | None],
     seconds: Callable[[LayerRunner], list[float] | None],
@@ -324,7 +318,7 @@ def _choose(
         fused = attempt("fused")
         if fused is not None:
             return Plan(fused, others.get("native", ""), others)
-    return Plan(maker.make("transformers"), others.get("fused", ""), others)
+    return Plan(modules(), others.get("fused", ""), others)
 
 
 def _slower(times: Times) -> bool:

@@ -34,14 +34,14 @@ from specdec.runners.memory_pages import FilePages
 from specdec.runners.recording import Recording
 from specdec.runners.rotary import Tables
 from specdec.runners.rows import Rows, TextRows
-from specdec.runners.runner import FINAL, Finished
+from specdec.runners.runner import FINAL
 from specdec.runners.sent_rows import Group, SentRows, SentText
 from specdec.runners.visibility import bucket
-from specdec.sampling.scores import Scores
 from specdec.step.cache import KVCache
 from specdec.step.first_time import FirstTimes
 from specdec.step.pages import PagePool
 from specdec.step.slots import LayerSpec
+from specdec.step.step_output import StepOutput
 
 __all__ = ["CudaLayer", "CudaRunner"]
 
@@ -236,7 +236,7 @@ class CudaRunner(LayerByLayer):
         assert hidden is not None
         return self._rotary.cos_sin(rows, hidden)
 
-    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> Finished:
+    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> StepOutput:
         """As a runner's; where a step is recorded, so are the last norm, the head, argmax, draws, walk and commit.
 
         Raises:
@@ -255,15 +255,11 @@ class CudaRunner(LayerByLayer):
             for part in rows.parts:
                 part.cache.moved = part.decide is not None and part.rows > 1
         if wanted.nothing:
-            return hidden, found, None
+            return StepOutput(out=hidden, hidden=found)
         if wanted.logits is not None:
             index = rows.index(hidden.device)
             ends = [None if end is None else end.index_select(0, index) for end in ends]
-        logits, picked = ends
-        assert logits is not None
-        if picked is None:
-            return hidden, found, Scores(logits)
-        return hidden, found, Scores(logits, picked=picked[:, 1], walked=picked[:, 2:], _argmax=picked[:, 0])
+        return StepOutput(ends[0], wanted.scored, out=hidden, hidden=found, picked=ends[1])
 
     def new_cache(self, specs: Sequence[LayerSpec], *, capacity: int, rows: int) -> KVCache:
         if not self.pages:

@@ -35,9 +35,9 @@ CosSin = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, and 
 
 LOGITS, PICKED = -2, -3
 """In the place of taps: the logits [B, V], and int64 [B, 5] each row's argmax, as by
-:func:`specdec.sampling.scores.finite_argmax`, the target's draw, and of its sequence the last row that is accepted, its
-depth, and the target's token after that. Where the first is asked for, the last norm, the head and these are a part of
-the step."""
+:func:`specdec.step.step_output.finite_argmax`, the target's draw, and of its sequence the last row that is accepted,
+its depth, and the target's token after that. Where the first is asked for, the last norm, the head and these are a part
+of the step."""
 
 
 class Recorder(Protocol):

@@ -80,7 +80,7 @@ def half_layers(maker: RunnerMaker, without: Without) -> LayerByLayer | None:
         layers = [maker.module_layer(number, HalfLayer, without=without) for number in range(len(maker.layers))]
     except UnknownModule:
         return None
-    return maker.of_layers("transformers", [*layers], [])
+    return maker.of_layers("half layers", [*layers], [])
 
 
 def native_half_layers(runner: NativeRunner, without: Without) -> NativeRunner:

@@ -112,7 +112,7 @@ _LAYERS |= {
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Where transformers' hooks come from that look at what a module gives, once a user has asked for hidden states.
-_LOOKS = "transformers.utils.output_capturing"
+_LOOKS = ("transformers.utils.output_capturing", "specdec.runners.whole_model")
 
 
 class UnknownModule(Exception):
@@ -121,9 +121,9 @@ class UnknownModule(Exception):
 
 def hooks_in(table: Mapping[int, Any]) -> list[Any]:
     """The hooks in a module's table, without those that change nothing and look only while the model itself is called:
-    transformers leaves them in a model that was asked for hidden states or attentions.
+    transformers leaves them in a model that was asked for hidden states or attentions, and ``modules`` asks the norm.
     """
-    return [hook for hook in table.values() if getattr(hook, "__module__", None) != _LOOKS]
+    return [hook for hook in table.values() if getattr(hook, "__module__", None) not in _LOOKS]
 
 
 def why_special(module: nn.Module) -> str | None:

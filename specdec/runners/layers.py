@@ -1,11 +1,8 @@
-"""Running layers one by one: by the model's own modules, or as a few operations for known layers.
+"""Running layers one by one: known layers as a few operations (``fused``), others by their own modules.
 
-``transformers``
-    Every layer's own module, with the rows in place of a transformers cache: any family, with any changes.
-``fused``
-    Known layers with a third of the operations, on any device: one product for queries, keys and values and one for
-    gate and up, lean norms, rotary on queries and keys at once, residuals added by the product itself. Other layers
-    are run by their own modules.
+Known layers take a third of the operations, on any device: one product for queries, keys and values and one for gate
+and up, lean norms, rotary on queries and keys at once, residuals added by the product itself. A layer's own module is
+called with the rows in place of a transformers cache. Models are read so, too: what they cache, and how they round.
 """
 
 from __future__ import annotations
@@ -160,7 +157,7 @@ class LayerByLayer(LayerRunner):
     """A loop over layers.
 
     Args:
-        name: ``transformers`` or ``fused``.
+        name: ``fused``, or what the layers are run for.
         layers: called one after the other.
         holders, modules: of the model, see :class:`Snapshot`; no modules where its own run everything.
     """

@@ -28,13 +28,13 @@ from specdec.runners.native_layers import NativeExperts, NativeHead, NativeLayer
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Rotary
 from specdec.runners.rows import Rows
-from specdec.runners.runner import FINAL, Finished, LayerRunner
+from specdec.runners.runner import FINAL, LayerRunner
 from specdec.runners.snapshot import Snapshot
 from specdec.sampling.noise import key_at
-from specdec.sampling.scores import Scores
 from specdec.step.cache import KVCache
 from specdec.step.slots import LayerSpec
 from specdec.step.step_io import StepInput
+from specdec.step.step_output import StepOutput
 
 __all__ = ["DTYPES", "NativeRunner", "why_not"]
 
@@ -158,7 +158,7 @@ class NativeRunner(LayerRunner):
             embedding=self._embedding,
         )
 
-    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> Finished:
+    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> StepOutput:
         if self._head is None or not joints.plain:
             return super().finish(hidden, rows, first, last, joints)
         wanted = rows.step.wanted
@@ -168,10 +168,16 @@ class NativeRunner(LayerRunner):
         hidden, found = self.run(hidden, rows, first, last, wanted.hidden, reading)
         if reading.normed is not None:
             found[FINAL] = reading.normed
-        if reading.logits is None or reading.stored is None:
-            return hidden, found, reading.logits
-        drawn = () if reading.drawn is None else reading.drawn[:]
-        return hidden, found, Scores(reading.logits, None, reading.stored, drawn, _largest=reading.best[:])
+        return StepOutput(
+            reading.logits,
+            wanted.scored,
+            out=hidden,
+            hidden=found,
+            best=reading.best[:],
+            drawn=() if reading.drawn is None else reading.drawn[:],
+            top=reading.top,
+            stored=reading.stored,
+        )
 
     def of(self, layers: list[NativeLayer]) -> NativeRunner:
         """A runner of other layers at the same rotary positions."""

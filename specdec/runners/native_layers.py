@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 
 from specdec.native.library import library
-from specdec.native.scores import Found, Stored
+from specdec.native.scores import Stored
 from specdec.native.types import CCosSin, CExperts, CHead, CLayer, CProduct, CRows, CShape, CSlots, place_of
 from specdec.runners.linear import PackedWeight
 from specdec.step.cache import KVCache
 from specdec.step.step_io import StepInput
+from specdec.step.step_output import Top
 from specdec.step.torch_switches import HOST
 
 __all__ = [
@@ -241,9 +242,9 @@ class NativeHead:
         best, address, half = (c_int64 * count)(), address_of(logits), dtype is torch.bfloat16
         wanted = None if rows is None else place_of(rows)
         most = min(top_k, self._product.outputs) if top_k > 1 else 0  # the largest score alone has a cheaper search
-        found = Found(most, array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))) if most else None
-        stored = None if address is None else Stored(address, count, self._product.outputs, half, found)
-        places = (None, None) if found is None else (found.places.buffer_info()[0], found.values.buffer_info()[0])
+        found = (array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))) if most else None
+        stored = None if address is None else Stored(address, count, self._product.outputs, half)
+        places = (None, None) if found is None else [own.buffer_info()[0] for own in found]
         by = keys = drawn = None
         if draws and count:
             by, keys, drawn = (c_float * count)(), (c_uint64 * count)(), (c_int64 * count)()
@@ -251,7 +252,7 @@ class NativeHead:
                 if row in draws:
                     by[place], keys[place] = draws[row]
         given = (self._head, address_of(normed), wanted, count, address, best, most, *places, by, keys, drawn)
-        return Reading(normed, logits, stored, best, drawn, given, rows)
+        return Reading(normed, logits, stored, best, drawn, None if found is None else Top(most, *found), given, rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,6 +265,7 @@ class Reading:
         stored: address of the logits for the library, or None.
         best: [R] token with the largest logit, -1 where a row is not a distribution.
         drawn: [R] drawn tokens, -1 where no draw was made or rounding decides; None where no draws are asked for.
+        top: the largest logits, where more than one a row is asked for.
         arguments: the library's arguments for this reading.
         rows: [R] the rows asked for, which they point at; None for all.
     """
@@ -273,6 +275,7 @@ class Reading:
     stored: Stored | None
     best: ctypes.Array[c_int64]
     drawn: ctypes.Array[c_int64] | None
+    top: Top | None
     arguments: tuple[Any, ...]
     rows: npt.NDArray[np.int64] | None
 

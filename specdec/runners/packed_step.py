@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -57,11 +57,20 @@ class PackedText(TextRows):
         bits = 0 if draws is None else inverse_bits(draws.temperature[self.number])
         return (draws.start[self.number], bits) if draws is not None and bits else (0, 0)
 
-    @property
-    def beside(self) -> Mapping[str, npt.NDArray[Any]]:
-        """What verification reads there."""
-        beside = self._step.wanted.beside
-        return beside[self.number] if beside else {}
+    @cached_property
+    def asked(self) -> Arrays:
+        """What verification reads there: its rows with logits, those that may be accepted, and text."""
+        wanted, found = self._step.wanted, Arrays()
+        marks = wanted.decide if self.decide is not None else wanted.accept
+        if marks is not None and marks[self.begins]:
+            found["accept"] = marks[self.begins : self.ends]
+        if wanted.logits is not None:
+            first, last = np.searchsorted(wanted.logits, (self.begins, self.ends))
+            if 0 < last - first < self.rows:
+                found["rows"] = wanted.logits[first:last] - self.begins
+        if wanted.unread and (unread := wanted.unread[self.number]) is not None:
+            found["unread"] = np.array(unread, dtype=np.int64)
+        return found
 
     @cached_property
     def shapes(self) -> Arrays:
@@ -72,11 +81,11 @@ class PackedText(TextRows):
     def arrays(self) -> Arrays:
         """The others that go to the device."""
         if self.again:  # positions and tokens are among those of kernels
-            return {**self.beside}
+            return self.asked
         arrays: Arrays = {"positions": self.numbers[None, self.first :]}
         if not self.late:
             arrays["tokens"] = self.ids[None]
-        return {**arrays, **self.beside}
+        return {**arrays, **self.asked}
 
 
 def own_arrays(part: PackedText) -> Arrays:

@@ -14,18 +14,15 @@ from specdec.runners.recording import Recording
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Angles
 from specdec.runners.rows import Rows
-from specdec.sampling.scores import Scores
 from specdec.step.cache import KVCache
 from specdec.step.pages import PagePool
 from specdec.step.slots import LayerSpec
+from specdec.step.step_output import StepOutput
 
-__all__ = ["FINAL", "Finished", "Layer", "LayerRunner"]
+__all__ = ["FINAL", "Layer", "LayerRunner"]
 
 FINAL = -1
 """Tap for the hidden states after the last norm, which the head reads."""
-
-Finished = tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | Scores | None]
-"""Hidden states after the last layer, taps, and logits of the rows asked for; Scores where their largest are known."""
 
 Layer = Callable[[torch.Tensor, Rows, Angles], torch.Tensor]
 """[T, D] of a forward's rows through one layer, at these rotary positions."""
@@ -45,6 +42,7 @@ class LayerRunner(ABC):
         pages: whether its kernels read caches in pages.
         recording: what drafters on its device have their passes recorded by; None where nothing is recorded.
         looks_up: whether ``run`` and ``finish`` accept None for hidden states, and embed the rows' tokens themselves.
+        whole: whether ``finish`` is all that it can: no layers are run by themselves, and none is entered or left.
         embed: [1, T] tokens to [1, T, D].
         norm: the last norm, [..., D].
         head: [..., D] that passed the last norm to logits [..., V], before any soft cap.
@@ -55,6 +53,7 @@ class LayerRunner(ABC):
     varies: str | None = "torch's products and attention sum in another order for other numbers of rows"
     experts: str | None = None
     looks_up: bool = False
+    whole: bool = False
     pages: bool = False
     recording: Recording | None = None
     embed: Callable[[torch.Tensor], Any]
@@ -86,22 +85,22 @@ class LayerRunner(ABC):
         hidden: torch.Tensor = self.embed(rows.tokens)[0]
         return hidden
 
-    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> Finished:
+    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> StepOutput:
         """As :meth:`run` to the last layer, then through the last norm (tap ``FINAL``) and the head.
 
-        What is returned is ``rows.step.wanted``.
+        What is made is ``rows.step.wanted``.
         """
         wanted = rows.step.wanted
         hidden, found = self.run(hidden, rows, first, last, wanted.hidden)
         if FINAL in wanted.hidden:
             found[FINAL] = self.norm(hidden)
         if wanted.nothing:
-            return hidden, found, None
+            return StepOutput(out=hidden, hidden=found)
         chosen = found.get(FINAL, hidden)
         if wanted.logits is not None:
             chosen = chosen.index_select(0, rows.index(chosen.device))
         normed = chosen if FINAL in wanted.hidden else self.norm(chosen)
-        return hidden, found, joints.logits(self.head(joints.hidden(normed)))
+        return StepOutput(joints.logits(self.head(joints.hidden(normed))), wanted.scored, out=hidden, hidden=found)
 
     def graphs(self, backend: str) -> str:
         """How steps are replayed as CUDA graphs with such attention, or why they are not."""

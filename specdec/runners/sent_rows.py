@@ -18,7 +18,7 @@ from specdec.runners.visibility import bucket
 from specdec.step import device_copies
 from specdec.step.step_io import StepInput
 
-__all__ = ["Group", "SentRows", "SentText", "rows_on"]
+__all__ = ["Group", "SentRows", "SentText", "last_row", "rows_on"]
 
 _MOST_ROWS = 256  # in a graph of several sequences; more are launched kernel by kernel
 
@@ -121,6 +121,63 @@ class SentText(PackedText):
             return super().seen(keys, device)
         return self.step["closure"][: self.rows, self.last - keys : self.last].to(device)
 
+    @property
+    def _scored(self) -> torch.Tensor | None:
+        """int64 [R] the rows with logits; None for all."""
+        return self.sent["rows"] if "rows" in self.asked else None
+
+    def paths(self, device: torch.device) -> torch.Tensor:
+        """int64 [R, D] the tokens of each scored row of a tree below its root; padded with the root's."""
+        tokens, there = self.tokens[0], self.tokens.device
+        columns = (self.places(there) - self.length) * self.seen(self.last, there)  # what it does not see to the root's
+        paths = tokens[0].repeat(self.last, 1 + int(self.depths.max()))
+        paths = paths.scatter(1, columns, tokens.expand(self.last, -1))[:, 1:]
+        return (paths if self._scored is None else paths.index_select(0, self._scored)).to(device)
+
+    def walk(self, own: torch.Tensor) -> torch.Tensor:
+        """int64 [3] of a tree: the last row of the path that ``match`` accepts, its depth, and the token after it.
+
+        Args:
+            own: int64 [R] the target's token after each scored row.
+        """
+        device = own.device
+        scored = None if self._scored is None else self._scored.to(device)
+        tokens, accept = self.tokens[0].to(device), self.sent["accept"].to(device)
+        depths = self.places(device) - self.length
+        return last_row(own, tokens, self.seen(self.last, device), depths, accept, scored)
+
+
+def last_row(
+    own: torch.Tensor,
+    tokens: torch.Tensor,
+    closure: torch.Tensor,
+    depths: torch.Tensor,
+    accept: torch.Tensor,
+    scored: torch.Tensor | None,
+) -> torch.Tensor:
+    """As :meth:`SentText.walk`, without a copy to the host; of equal siblings the first counts, as in ``match``.
+
+    Args:
+        own, scored: [R] the target's token after each scored row, and these rows; None for all.
+        tokens, depths: [T].
+        closure: bool [T, T], whether row i sees row j.
+        accept: bool [T], whether a row may be accepted.
+    """
+    above = (closure & (depths[:, None] - 1 == depths)).long().argmax(-1)
+    twice = (tokens[:, None] == tokens) & (above[:, None] == above) & accept
+    twice = twice.tril(-1)[:, 1:].any(-1)  # the root is no sibling
+    right = (own.index_select(0, _place(above, scored)) == tokens) & accept & ~twice
+    right[:1] = True
+    accepted = ~(closure & ~right).any(-1)
+    # The accepted path is the longest one; its length is the number of rows that its last row sees.
+    last = (accepted * closure.sum(-1)).argmax(-1, keepdim=True)
+    return torch.cat((last, depths.index_select(0, last), own.index_select(0, _place(last, scored))))
+
+
+def _place(rows: torch.Tensor, scored: torch.Tensor | None) -> torch.Tensor:
+    """The places of rows among those with logits; of one without, any."""
+    return rows if scored is None else torch.searchsorted(scored, rows).clamp_(max=len(scored) - 1)
+
 
 class SentRows(Rows):
     """The rows there.
@@ -176,7 +233,7 @@ class SentRows(Rows):
             if not self.step.late:
                 arrays["tokens"] = self.step.ids[None]
         for part in self._own:
-            each = part.beside
+            each = part.asked
             if not self.again:
                 if self.step.late and "tokens" in part.arrays:  # beside others that a device drafted
                     each = {"tokens": part.arrays["tokens"], **each}
@@ -213,7 +270,7 @@ class SentRows(Rows):
 
     def index(self, device: torch.device) -> torch.Tensor:
         """As :meth:`Rows.index`; rows that verification reads, too, are on the device already."""
-        if len(self.parts) == 1 and "rows" in self.parts[0].beside:
+        if len(self.parts) == 1 and "rows" in self.parts[0].asked:
             return self.parts[0].sent["rows"].to(device)
         return super().index(device)
 

@@ -2,8 +2,9 @@
 
 Compared objects are kept alive, as the address or ``id()`` of a freed object may be used again. Weights are held by
 weak references, so that replaced weights are freed; a dead reference means a change. Edits in place are noticed by
-torch's version counters. Edits that bypass those (``.data``, NumPy, another process; peft merges adapters so) are
-noticed by a few values of each weight, on a CPU, and only if one of these values changed.
+torch's version counters, which tensors made in inference mode lack. Edits that bypass those (``.data``, NumPy, another
+process; peft merges adapters so) are noticed by a few values of each weight, on a CPU, and only if one of these values
+changed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn.modules import module as torch_modules
 
 from specdec.errors import shown
 from specdec.runners.known_layers import hooks_in, why_special
+from specdec.step.torch_switches import writes_to
 
 __all__ = ["Outline", "Snapshot"]
 
@@ -164,7 +166,7 @@ class _Memory:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._dtypes = [tensor.dtype for tensor in tensors]
-        self._counted = [number for number, tensor in enumerate(tensors) if not tensor.is_inference()]
+        self._counted = [number for number, tensor in enumerate(tensors) if writes_to(tensor) is not None]
         self._versions = [tensors[number]._version for number in self._counted]
         self._dense = [number for number, tensor in enumerate(tensors) if type(tensor.data) is torch.Tensor]
         dense = [tensors[number] for number in self._dense]
@@ -216,11 +218,12 @@ class Outline:
     of further operations around the layers, and the device and dtype of embeddings.
 
     Args:
+        modules: the model and its decoder; none where they are called themselves.
         config: the text config.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, config: Any, embedding: nn.Module) -> None:
-        self._modules, self._config, self._embedding = (model, decoder), config, embedding
+    def __init__(self, modules: Sequence[nn.Module], config: Any, embedding: nn.Module) -> None:
+        self._modules, self._config, self._embedding = modules, config, embedding
         self._was = self._now()
         self._was[-1] = copy.deepcopy(self._was[-1])
 

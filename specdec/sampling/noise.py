@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from specdec.native.scores import Stored, chances, draw, rank
-from specdec.sampling.scores import no_distribution
+from specdec.native.scores import chances, draw, rank
 from specdec.step import device_copies
+from specdec.step.step_output import no_distribution
 
 __all__ = ["Noise", "inverse_bits", "key_at"]
 
@@ -137,7 +137,7 @@ class Noise:
             return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
         return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
-    def drawn(self, scores: torch.Tensor | Stored, position: int, temperature: float = 1.0) -> int | None:
+    def drawn(self, scores: torch.Tensor, position: int, temperature: float = 1.0) -> int | None:
         """The token that the native library draws from scores [V] over a temperature; None where it cannot decide."""
         return draw(scores, self.key(position), temperature)
 

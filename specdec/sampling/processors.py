@@ -51,6 +51,7 @@ from specdec.errors import ConfigError, shown
 from specdec.sampling.grammar import Grammar, Matcher, States
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies
+from specdec.step.torch_switches import writes_to
 
 __all__ = [
     "FREE",
@@ -129,7 +130,7 @@ def kept_by(processor: Any) -> dict[str, Any]:
     return {
         name: value
         if isinstance(value, int | float | str | None)
-        else (id(value), getattr(value, "_version", _len(value)))
+        else (id(value), writes_to(value) if isinstance(value, torch.Tensor) else _len(value))
         for name, value in held.items()
     }
 

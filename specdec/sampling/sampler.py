@@ -13,10 +13,10 @@ from specdec.errors import NumericalError
 from specdec.sampling.grammar import Grammar, States
 from specdec.sampling.noise import Noise, inverse_bits
 from specdec.sampling.processors import FREE, check_scores, judged, masked, name_of, takes_rows
-from specdec.sampling.scores import Scores, extremes, no_distribution
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies
 from specdec.step.step_io import Draws
+from specdec.step.step_output import StepOutput, extremes, no_distribution
 
 __all__ = ["Sampler"]
 
@@ -112,42 +112,42 @@ class Sampler:
         """Whether a device's kernels can make them."""
         return self.draws is not None and inverse_bits(self._temperature or 0.0) != 0
 
-    def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
+    def token(self, output: StepOutput, row: int, path: Sequence[int]) -> int:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
         if not self.processors and not self.sample:
-            return scores.argmax(row)
+            return output.argmax(row)
         try:
-            own = scores.target_token(row)
+            own = output.decided(row)
             if own is not None:
                 return own
             if self.sample:
-                return self._drawn(scores, row, path)
+                return self._drawn(output, row, path)
         except NumericalError:
-            raise self._unsound(scores, row, path) from None
-        value, token = self.processed(scores, row, path).max(-1)
+            raise self._unsound(output, row, path) from None
+        value, token = self.processed(output, row, path).max(-1)
         if not math.isfinite(value.item()):
-            raise self._unsound(scores, row, path)
+            raise self._unsound(output, row, path)
         return int(token)
 
-    def _unsound(self, scores: Scores, row: int, path: Sequence[int]) -> NumericalError:
+    def _unsound(self, output: StepOutput, row: int, path: Sequence[int]) -> NumericalError:
         """The error for a row whose logits, or whose scores after a processor, are no distribution."""
-        row_scores = scores.of(row)
+        row_scores = output.at(row)
         name: str | None = None
         if math.isfinite(float(row_scores.max())):
             for count, processor in enumerate(self.processors, 1):
-                processed = self.processed(scores, row, path, self.processors[:count])
+                processed = self.processed(output, row, path, self.processors[:count])
                 if math.isfinite(float(processed.max())):
                     name = None
                 elif name is None:
                     row_scores, name = processed, name_of(processor)
         if name is None:
-            return no_distribution(scores.of(row))
+            return no_distribution(output.at(row))
         return NumericalError(
             f"the scores after the logits processor {name} are no distribution: {extremes(row_scores)}, and the "
             "model's own logits are finite; it must leave at least one token a finite score, and none NaN or +inf"
         )
 
-    def _drawn(self, scores: Scores, row: int, path: Sequence[int]) -> int:
+    def _drawn(self, output: StepOutput, row: int, path: Sequence[int]) -> int:
         """A token drawn by the target's noise.
 
         Top-p sorts the vocabulary, which may take longer than a forward. Where it is the last processor, tokens are
@@ -155,12 +155,12 @@ class Sampler:
         """
         position = len(self.tokens) + len(path)
         if self._temperature is not None:
-            token = self.noise.drawn(scores.row(row), position, self._temperature)
+            token = output.draw(row, self.noise.key(position), self._temperature)
             if token is not None:
                 return token
         if self._top_p is None:
-            return self.noise.winner(self.processed(scores, row, path), position)
-        logits = self.processed(scores, row, path, self.processors[:-1])
+            return self.noise.winner(self.processed(output, row, path), position)
+        logits = self.processed(output, row, path, self.processors[:-1])
         shares = torch.softmax(logits.double(), -1)
         rounding = len(shares) * 2.0**-24  # of a sum of so many numbers in float32, whose total is 1
         left = 1 - self._top_p  # the least likely tokens are left out while their sum is at most this
@@ -176,32 +176,32 @@ class Sampler:
                 return self.noise.winner(self.processors[-1](self._prefix[:, :0], logits[None])[0], position)
             near = near[logits[near] > value]
 
-    def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+    def probabilities(self, output: StepOutput, row: int, path: Sequence[int]) -> torch.Tensor:
         """[V] float64 probabilities of the token after ``path``; NaN where logits are no distribution (not checked)."""
-        return torch.softmax(self.processed(scores, row, path).double(), -1)
+        return torch.softmax(self.processed(output, row, path).double(), -1)
 
-    def distribution(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+    def distribution(self, output: StepOutput, row: int, path: Sequence[int]) -> torch.Tensor:
         """As :meth:`probabilities`, checked.
 
         Raises:
             NumericalError: the logits are no distribution.
         """
-        probabilities = self.probabilities(scores, row, path)
+        probabilities = self.probabilities(output, row, path)
         if torch.isnan(probabilities).any():
-            raise self._unsound(scores, row, path)
+            raise self._unsound(output, row, path)
         return probabilities
 
     def processed(
-        self, scores: Scores, row: int, path: Sequence[int], processors: Sequence[Any] | None = None
+        self, output: StepOutput, row: int, path: Sequence[int], processors: Sequence[Any] | None = None
     ) -> torch.Tensor:
         """[V] logits of ``row`` after the processors, for the text followed by ``path``; float32 or float64.
 
         ``processors``: a part of the sampler's; None for all.
         """
-        place = scores.place(row)
-        if scores.processed is not None and processors is None:
-            return scores.processed[place]
-        logits = scores.logits[place : place + 1]
+        if output.processed is not None and processors is None:
+            return output.processed[output.place(row)]
+        place = output.place(row)
+        logits = output.given[place : place + 1]
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         if not self._all_free:

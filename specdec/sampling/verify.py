@@ -17,29 +17,24 @@ the *bonus* token, which the target emits whether or not a draft row was right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from specdec.errors import DraftError
 from specdec.sampling.noise import Noise
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies
 from specdec.step.later import Later
-from specdec.step.step_io import StepInput
+from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
 
 __all__ = [
-    "Readback",
     "Verdict",
-    "Verification",
     "Verifier",
     "longest",
     "match",
@@ -59,13 +54,11 @@ class Verdict:
     Attributes:
         path: accepted rows, ascending, the root first.
         tokens: one token per accepted row; the last one is the bonus token.
-        scores: scores of the draft's scored rows.
         readback: the result of the session's ``readback``, see :class:`specdec.drafter.ReadbackSession`.
     """
 
     path: Sequence[int]
     tokens: Sequence[int]
-    scores: Scores | None = field(default=None, compare=False)
     readback: Sequence[int] | None = field(default=None, compare=False)
 
     def cut(self, count: int) -> None:
@@ -74,7 +67,7 @@ class Verdict:
             self.path, self.tokens = self.path[:count], self.tokens[:count]
 
 
-Verifier = Callable[[Draft, Scores, Sampler], Verdict]
+Verifier = Callable[[Draft, StepOutput, Sampler], Verdict]
 
 
 def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Verifier:
@@ -88,89 +81,25 @@ def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Ver
     return match
 
 
-def verify(scores: Scores, draft: Draft, sampler: Sampler) -> Verdict:
-    """Verify a draft by the scores of its rows."""
-    return verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler)
+def verify(draft: Draft, output: StepOutput, sampler: Sampler) -> Verdict:
+    """Verify a draft by its rows' output; where ranks share the rows, by all ranks'."""
+    rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
+    return rule(draft, output, sampler) if output.join is None else output.join(rule, draft, output, sampler)
 
 
-@dataclass(slots=True, eq=False)
-class Readback:
-    """The tensors that one sequence's verification reads from a device; one copy serves all sequences of a step.
-
-    Attributes:
-        tensors: tensors on one device.
-        judge: returns the verdict by the tensors' numbers.
-        numbers: the tensors' numbers once they are copied.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    judge: Callable[[Sequence[list[Any]]], Verdict]
-    numbers: Sequence[list[Any]] = ()
-
-    @staticmethod
-    def copy(readbacks: Sequence[Readback]) -> None:
-        """Copy all tensors to the host in one copy, shared tensors once; waits for the device."""
-        tensors = {id(tensor): tensor for readback in readbacks for tensor in readback.tensors}
-        numbers = dict(zip(tensors, device_copies.copy_out([*tensors.values()]), strict=True))
-        for readback in readbacks:
-            readback.numbers = [numbers[id(tensor)] for tensor in readback.tensors]
-
-    def verdict(self) -> Verdict:
-        """The verdict by the copied numbers."""
-        return self.judge(self.numbers)
-
-
-class Verification:
-    """Verifies one sequence's drafts on the host, reading logits row by row.
-
-    Subclasses are :class:`specdec.engine.device_step.DeviceVerification` for accelerators and
-    :class:`specdec.parallel.rows.ShardedVerification` for rows that several processes share.
-
-    Args:
-        sampler: the sequence's sampler.
-    """
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler = sampler
-
-    def prepare(self, draft: Draft) -> Draft:
-        """The draft as it will be run, with its tokens on the host if the step reads them there."""
-        return draft.on_host() if type(draft.tokens) is Later else draft
-
-    def arrays(self, draft: Draft, rows: Sequence[int] | None) -> Mapping[str, npt.NDArray[Any]] | None:
-        """Arrays that the step needs on a device beside its rows; ``rows``: the scored rows, None for all."""
-        return None
-
-    def read(self, draft: Draft, step: StepInput, output: Any) -> Readback | None:
-        """The tensors to copy from a device before the verdict; None if ``verify`` reads them itself."""
-        return None
-
-    def decides(self, draft: Draft) -> npt.NDArray[np.bool_] | None:
-        """The rows that may be accepted, where what is may be decided, and committed, on a device; else None."""
-        return None
-
-    def verify(self, draft: Draft, step: StepInput, output: Any) -> Verdict:
-        """The verdict by the rows' :class:`specdec.target.TargetOutput`; it holds the scores."""
-        scores = output.scores(step.wanted.scored)
-        sampler = self.sampler
-        verdict = verifier_for(sampler.params, draft, sampling=sampler.sample)(draft, scores, sampler)
-        verdict.scores = scores
-        return verdict
-
-
-def match(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
+def match(draft: Draft, output: StepOutput, sampler: Sampler) -> Verdict:
     """Follow the target's own tokens through the draft."""
-    end, path, tokens = 0, [0], [sampler.token(scores, 0, [])]
+    end, path, tokens = 0, [0], [sampler.token(output, 0, [])]
     proposed, parents, probes = draft.tokens, draft.parents, draft.probes
     for row in range(1, len(proposed)):  # children come after their parents
         if parents[row] == end and proposed[row] == tokens[-1] and row not in probes:
             path.append(row)
-            tokens.append(sampler.token(scores, row, tokens))
+            tokens.append(sampler.token(output, row, tokens))
             end = row
     return Verdict(path, tokens)
 
 
-def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
+def reject(draft: Draft, output: StepOutput, sampler: Sampler) -> Verdict:
     """Traverse the tree bottom-up, accepting the first node whose coin says so.
 
     Each node has ``alpha``, the probability that it is kept once all below it is rejected, and ``p``, the residual
@@ -178,18 +107,18 @@ def reject(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
     is ``(alpha p - q)+``, with mass R: p becomes its normalisation, alpha becomes ``R / (R + 1 - alpha)``, and x is
     removed from q. The root has alpha 1 and keeps it.
     """
-    tensors, judge = rejecting(draft, scores, sampler)
+    tensors, judge = rejecting(draft, output, sampler)
     return judge(device_copies.copy_out(tensors))
 
 
 def rejecting(
-    draft: Draft, scores: Scores, sampler: Sampler
+    draft: Draft, output: StepOutput, sampler: Sampler
 ) -> tuple[list[torch.Tensor], Callable[[Sequence[list[Any]]], Verdict]]:
     """The tensors that ``reject`` reads, still on their device, and a function from their numbers to the verdict.
 
     No row's numbers depend on a coin. The function needs the draft's tokens and waits for them.
     """
-    traversal = _Traversal(draft, scores, sampler)
+    traversal = _Traversal(draft, output, sampler)
     position, order, none = len(sampler.tokens), [*traversal.left], traversal.sums[0][:0]
     every = traversal.alphas, traversal.sums, traversal.masses, traversal.totals, traversal.least
     tensors = [torch.cat([none, *numbers.values()]) for numbers in every]
@@ -202,7 +131,7 @@ def rejecting(
     def judge(numbers: Sequence[list[Any]]) -> Verdict:
         for row, total in zip(traversal.sums, numbers[1], strict=True):
             if math.isnan(total):
-                sampler.distribution(scores, row, draft.path_tokens(row))  # raises an error with the reason
+                sampler.distribution(output, row, draft.path_tokens(row))  # raises an error with the reason
         for row, total, least in zip(traversal.totals, numbers[3], numbers[4], strict=True):
             if not (least >= 0 and 0 < total < math.inf):
                 raise DraftError(
@@ -228,7 +157,7 @@ def rejecting(
 
 
 class _Traversal:
-    """The traversal of a draft under ``reject``: tensors by row, on the scores' device.
+    """The traversal of a draft under ``reject``: tensors by row, on the logits' device.
 
     Attributes:
         left: [V] the residual target once all below the row is rejected, in the order in which rows are judged.
@@ -239,8 +168,8 @@ class _Traversal:
         paths: the rows from the root down to the row.
     """
 
-    def __init__(self, draft: Draft, scores: Scores, sampler: Sampler) -> None:
-        self._draft, self._scores, self._sampler = draft, scores, sampler
+    def __init__(self, draft: Draft, output: StepOutput, sampler: Sampler) -> None:
+        self._draft, self._output, self._sampler = draft, output, sampler
         self._below, self._late = draft.children(), isinstance(draft.tokens, Later)
         self.left: dict[int, torch.Tensor] = {}
         self.alphas: dict[int, torch.Tensor] = {}
@@ -253,7 +182,7 @@ class _Traversal:
 
     def _visit(self, row: int, alpha: torch.Tensor | None, path: list[int]) -> None:
         tokens = [] if self._late else [self._draft.tokens[above] for above in path[1:]]
-        p = self._sampler.probabilities(self._scores, row, tokens)
+        p = self._sampler.probabilities(self._output, row, tokens)
         alpha = torch.ones_like(p[:1]) if alpha is None else alpha
         self.paths[row] = path
         self.sums[row] = p.sum()[None]
@@ -297,19 +226,19 @@ def _with(values: torch.Tensor, token: slice | torch.Tensor, number: float) -> t
     return values
 
 
-def typical(draft: Draft, scores: Scores, sampler: Sampler) -> Verdict:
+def typical(draft: Draft, output: StepOutput, sampler: Sampler) -> Verdict:
     """Keep the longest path of tokens with ``p > min(epsilon, delta exp(-H(p)))``. Lossy."""
 
     def read(row: int, children: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
-        p = sampler.distribution(scores, row, tokens)
+        p = sampler.distribution(output, row, tokens)
         return float(torch.special.entr(p).sum()), [float(p[draft.tokens[child]]) for child in children]
 
-    return longest(draft, scores, sampler, read)
+    return longest(draft, output, sampler, read)
 
 
 def longest(
     draft: Draft,
-    scores: Scores,
+    output: StepOutput,
     sampler: Sampler,
     read: Callable[[int, Sequence[int], Sequence[int]], tuple[float, list[float]]],
 ) -> Verdict:
@@ -330,4 +259,4 @@ def longest(
             if chance > bar:
                 stack.append((child, [*path, child], [*tokens, draft.tokens[child]]))
     path, tokens = best
-    return Verdict(path, [*tokens, sampler.token(scores, path[-1], tokens)])
+    return Verdict(path, [*tokens, sampler.token(output, path[-1], tokens)])

@@ -136,15 +136,13 @@ class EngineThread:
             self.cancel(sequence)
             sequence.inbox.put(sequence.index, Update(perf_counter(), None, error=error))
 
-    async def close(self) -> None:
-        """Stop the thread after its current step, and wait for that.
-
-        It is waited for in any case: an interpreter that ends while a thread runs torch's code aborts.
-        """
+    async def close(self, *, waits: bool = True) -> None:
+        """Stop the thread after its current step, and wait for that."""
         with self._wake:
             self._stopped = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        if waits:
+            await asyncio.to_thread(self._thread.join)
 
     def _send(self, kind: str, sequence: Submitted) -> None:
         with self._wake:

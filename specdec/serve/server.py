@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,8 +32,8 @@ class Server(uvicorn.Server):
     """A uvicorn server for one service.
 
     After a first signal, it answers new requests with 503, so that whoever asks ``/health`` sees that it ends, and ends
-    when the running ones have ended; when the grace period is over, these end with an error. A second signal ends it
-    after the step that runs.
+    when the running ones have ended; when the grace period is over, these end with an error. A second signal ends it at
+    once.
 
     Args:
         service: the service behind the application.
@@ -68,7 +69,7 @@ class Server(uvicorn.Server):
 
         The signal is not raised again once the server has ended, as uvicorn would do: it was followed.
         """
-        self.force_exit = self.should_exit
+        self.force_exit = self.service.forced = self.should_exit
         self.should_exit = True
         self.service.draining = True
 
@@ -98,6 +99,8 @@ class Server(uvicorn.Server):
 def serve(load: Callable[[], Engine], config: ServeConfig, on_ready: Callable[[str], None]) -> None:
     """Load the engine and serve it until a signal ends it; ``on_ready`` receives the address.
 
+    A second signal ends the process, whatever its threads do.
+
     Raises:
         ConfigError: the server cannot listen on the address.
     """
@@ -108,6 +111,8 @@ def serve(load: Callable[[], Engine], config: ServeConfig, on_ready: Callable[[s
             server.run(sockets=[listening])
         except OSError as error:  # another program took the port in the meantime
             raise _cannot_listen(config.host, config.port, error) from error
+    if server.force_exit:  # a step may run on, and an interpreter that ends while torch runs in a thread aborts
+        os._exit(0)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

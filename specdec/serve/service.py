@@ -41,6 +41,7 @@ class Service:
         drafters: drafters that requests can name, by name; None stands for the engine's own.
         prefixes: the cache of prompt prefixes; None where prefixes are not kept.
         draining: whether the server is ending and refuses new requests.
+        forced: whether the server ends at once, without waiting for a step.
         responses: responses that are kept for later requests.
         speaker: what answers have in common.
         lanes: threads that plan requests, that for large bodies last.
@@ -51,7 +52,7 @@ class Service:
         self.engine, self.config = engine, config
         self.names, self.created = config.names, int(time())
         self.name = self.names[0]
-        self.draining, self.answering = False, 0
+        self.draining, self.forced, self.answering = False, False, 0
         self.metrics = Metrics(self.name, config.max_num_seqs, config.cache_bytes)
         self.thread = EngineThread(self._scheduler, self.metrics.stepped)
         self.context, self._step_rows = _context(engine, config), step_rows(engine, config)
@@ -184,7 +185,7 @@ class Service:
 
     async def close(self) -> None:
         """Stop the threads."""
-        await self.thread.close()
+        await self.thread.close(waits=not self.forced)
         for lane in self.lanes:
             lane.close()
 

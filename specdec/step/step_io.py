@@ -11,7 +11,7 @@ function of committed text and its own rows, and may run twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from functools import lru_cache
@@ -108,7 +108,9 @@ class Wanted:
         draws: of the rows with logits, if any may be made together with them.
         decide: bool [T] the rows that the executor may accept: it walks the tree by its own argmax or draws, and moves
             the accepted rows together. All rows of a sequence are False where verification decides; None: of all.
-        beside: for each sequence arrays that verification reads on the rows' device, and that go there with them.
+        accept: bool [T] the rows that may be accepted, of sequences whose path is asked for where the logits are, and
+            is not the executor's to decide; None: of none.
+        unread: [B] the tokens of each text that its processors read where the logits are, and that are not there yet.
     """
 
     logits: npt.NDArray[np.int64] | None = None
@@ -116,7 +118,8 @@ class Wanted:
     hidden: Collection[int] = ()
     draws: Draws | None = None
     decide: npt.NDArray[np.bool_] | None = None
-    beside: Sequence[Mapping[str, npt.NDArray[Any]]] = ()
+    accept: npt.NDArray[np.bool_] | None = None
+    unread: Sequence[Sequence[int] | None] = ()
 
     @property
     def scored(self) -> list[int] | None:

@@ -3,7 +3,9 @@
 Default device, default dtype, autocast and inference mode decide where a tensor lies and how it rounds if the code that
 makes it does not say so. A caller sets them for its own code. The engine's code is called in one of two contexts:
 ``steps`` around everything that decodes, and ``loading`` around everything that makes a model, a drafter or a trainer.
-Either costs less than a microsecond where nothing is set. docs/own_model.md has the table of all switches.
+Either costs a microsecond where nothing is set. docs/own_model.md has the table of all switches.
+
+Where torch traces, a tensor has no numbers and no memory; whoever calls the engine there gets an error.
 """
 
 from __future__ import annotations
@@ -15,10 +17,20 @@ from threading import RLock, local
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
+from torch._C import (
+    _get_dispatch_mode,
+    _is_any_autocast_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _TorchDispatchModeKey,
+)
+from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["HOST", "loading", "makes", "reads_weights", "steps", "uncompiled"]
+from specdec.errors import TargetError
+
+__all__ = ["HOST", "loading", "makes", "reads_weights", "steps", "uncompiled", "writes_to"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,6 +39,7 @@ HOST = torch.device("cpu")
 """The device of every tensor whose address C receives."""
 
 _DTYPE = torch.float32
+_TRACERS = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -39,7 +52,11 @@ def steps(*, autocast: bool = False) -> AbstractContextManager[None]:
 
     Args:
         autocast: whether the caller's autocast stays, as where a model's own modules run.
+
+    Raises:
+        TargetError: torch traces here.
     """
+    _check_numbers()
     inside = torch.is_inference_mode_enabled()
     if _is_plain(autocast):
         return _NOTHING if inside else torch.inference_mode()  # inside itself nothing is left to do
@@ -48,11 +65,24 @@ def steps(*, autocast: bool = False) -> AbstractContextManager[None]:
 
 
 def loading() -> AbstractContextManager[None]:
-    """The context of everything that makes models, drafters and trainers: no inference mode, nor another switch."""
+    """The context of everything that makes models, drafters and trainers: no inference mode, nor another switch.
+
+    Raises:
+        TargetError: torch traces here.
+    """
+    _check_numbers()
     if _is_plain(False) and not torch.is_inference_mode_enabled():
         return _NOTHING
     dtype = _NOTHING if torch.get_default_dtype() is _DTYPE else _Float32()
     return _settled(torch.inference_mode(False), dtype)
+
+
+def writes_to(tensor: torch.Tensor) -> int | None:
+    """How many writes to a tensor torch has counted; None where it counts none, as of those made in inference mode."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -91,6 +121,22 @@ def reads_weights(function: Callable[P, T]) -> Callable[P, T]:
                 _thread.reads -= 1
 
     return call
+
+
+def _check_numbers() -> None:
+    """Raises TargetError where operations are recorded or transformed, and tensors may have no memory."""
+    if _len_torch_dispatch_stack() and (mode := next(filter(None, map(_get_dispatch_mode, _TRACERS)), None)):
+        where = f"inside torch's {type(mode).__name__}"
+    elif peek_interpreter_stack() is not None:
+        where = "by a function that torch.func or torch.vmap transforms"
+    elif _is_tracing():
+        where = "by a function that torch.jit.trace records"
+    else:
+        return
+    raise TargetError(
+        f"an engine was called {where}, where tensors may have no numbers; call it outside, and give its text to the "
+        "traced function"
+    )
 
 
 def _is_plain(autocast: bool) -> bool:

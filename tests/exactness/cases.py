@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec import SamplingParams
 from specdec.drafting.registry import drafter_names
-from tests.models import FAMILIES, MIXTURES
+from tests.models import FAMILIES, FUSED, MIXTURES, OF_LAYERS
 from tests.quantised_files import FAMILIES as BLOCK_FAMILIES
 from tests.quantised_files import FORMATS
 
@@ -19,7 +19,8 @@ __all__ = ["DRAFTERS", "ENDS", "KINDS", "LOADS", "PROCESSED", "SAMPLINGS", "Case
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", *MIXTURES, "olmoe")
 _INT4 = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    *((executor, "float64", FAMILIES) for executor in ("modules", "modules", "fused", "split")),
+    *(("modules", "float64", FAMILIES) for _ in range(3)),
+    *((executor, "float64", FUSED) for executor in ("fused", "split")),
     *(("native", dtype, _KNOWN) for dtype in ("float32", "bfloat16", "bfloat16")),
     *(("native", method, _INT4) for method in ("gptq", "awq")),
     *(("native", f"bitsandbytes {kind}", ("llama", "qwen2")) for kind in ("nf4", "int8")),
@@ -145,6 +146,9 @@ def draw(seed: int) -> Case:
 
 def _possible(case: Case) -> Case:
     """The case without what its other parts do not take."""
+    if case.executor == "modules" and case.drafter in OF_LAYERS:
+        family = case.family if case.family in FUSED else FUSED[case.seed % len(FUSED)]
+        case = replace(case, executor="fused", family=family)
     changes: dict[str, Any] = {}
     if case.executor == "tensor":
         changes |= {"load": "one", "end": case.end if case.end in ("length", "budget") else "stop token"}
@@ -161,6 +165,8 @@ def _possible(case: Case) -> Case:
         changes |= {"sampling": "penalty"} if case.rejects or case.sampling in PROCESSED else {}
     elif case.load == "mixed" and case.rejects:
         changes["load"] = "batch"
+    if case.executor == "tensor" and case.drafter in OF_LAYERS:
+        changes["drafter"] = "eagle" if case.seed % 2 else "medusa"
     case = replace(case, **changes)
     if case.rejects:  # the text at a seed depends on the room that drafts have, and so on where the text would end
         case = replace(case, predicted="", end="length" if case.end in ("context", "budget") else case.end)

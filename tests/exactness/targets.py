@@ -51,7 +51,7 @@ class Targets:
 
     def _make(self, executor: str, form: str, family: str, activations: str) -> TransformersTarget:
         if form == "float64":
-            execution = "auto" if executor in ("fused", "split") else "transformers"
+            execution = "auto" if executor in ("fused", "split") else "modules"
             return models.target_of(family, torch.float64, "split" if executor == "split" else "sdpa", execution)
         if form in ("float32", "bfloat16"):
             model = models.new_model(family, getattr(torch, form), **SIZES)
@@ -90,7 +90,7 @@ class Targets:
         kind = TensorTarget if case.executor == "tensor" else ShardedTarget
 
         def work(ranks: ThreadRanks) -> Any:
-            sharded = kind(own[ranks.rank], owned=True, execution="transformers", ranks=ranks)
+            sharded = kind(own[ranks.rank], owned=True, execution="modules", ranks=ranks)
             with self._loading:
                 made = make_drafter(drafter, sharded)
             return ask(engine_of(sharded, made, **sizes))

@@ -24,10 +24,10 @@ from specdec.runners.attention import BACKENDS as ALL_BACKENDS
 from specdec.runners.attention import attend
 from specdec.runners.graphs import CudaRecorder
 from specdec.sampling.noise import Noise, inverse_bits
-from specdec.sampling.scores import finite_argmax
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.later import Later
+from specdec.step.step_output import finite_argmax
 from specdec.step.tree import ancestors
 from tests import seam
 from tests.fakes import Alternating
@@ -49,7 +49,7 @@ NEW = 50
 
 
 @cache
-def target_of(family: str, attention: str = "auto", execution: str = "transformers") -> TransformersTarget:
+def target_of(family: str, attention: str = "auto", execution: str = "modules") -> TransformersTarget:
     model = new_model(family, torch.float32).to(DEVICE)
     return TransformersTarget(model, attention=attention, execution=execution, owned=True)
 
@@ -62,7 +62,7 @@ def greedy(family: str, prompt: tuple[int, ...]) -> list[int]:
 # -- Text --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("attention", "execution"), [("sdpa", "transformers"), ("split", "auto"), ("auto", "auto")])
+@pytest.mark.parametrize(("attention", "execution"), [("sdpa", "modules"), ("split", "auto"), ("auto", "auto")])
 @pytest.mark.parametrize("drafter", drafter_names())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafter_changes_no_token(family: str, drafter: str, attention: str, execution: str, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_replayed_steps_are_those_that_are_launched(family: str) -> None:
                 assert one.logits is not None
                 assert other.logits is not None
                 assert (one.logits - other.logits).abs().max() < 1e-3 * other.logits.abs().max()
-                assert (one.taps[1] - other.taps[1]).abs().max() < 1e-3 * other.taps[1].abs().max()
+                assert (one.hidden[1] - other.hidden[1]).abs().max() < 1e-3 * other.hidden[1].abs().max()
     assert "recorded" in target.runner.graphs("auto")
 
 

@@ -220,12 +220,12 @@ def test_an_option_younger_than_the_run_stood_at_its_default(make: Make) -> None
     del manifest["plan"]["execution"]
     folder.write_manifest(manifest)
     assert not make(drafters=["none"]).todo
-    with pytest.raises(ConfigError, match=r"is of a run with plan\.execution 'auto', this one has 'transformers'"):
-        make(drafters=["none"], execution="transformers")
+    with pytest.raises(ConfigError, match=r"is of a run with plan\.execution 'auto', this one has 'modules'"):
+        make(drafters=["none"], execution="modules")
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("execution", ["transformers", "fused"])
+@pytest.mark.parametrize("execution", ["modules", "fused"])
 def test_the_plan_says_what_runs_the_layers(execution: str) -> None:
     assert target_of(load(Plan(execution=execution))).runner.name == execution
 

@@ -13,14 +13,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from specdec import Engine, TransformersTarget, custom_generate
-from specdec.errors import ConfigError, NumericalError
+from specdec.errors import ConfigError, NumericalError, TargetError
 from tests.fakes import Oracle
 from tests.models import PAD, VOCAB, greedy, model_of, new_model, prompt_of, reference, target_of
 
 FAMILY = "mistral"
 PROMPT = prompt_of(9)
 NEW = 30
-TARGET = target_of(FAMILY, execution="transformers")  # around the one model of the family
+TARGET = target_of(FAMILY, execution="modules")  # around the one model of the family
 
 
 def generate(drafter: Any, *, ours: dict[str, Any] | None = None, prompt: Any = PROMPT, **options: Any) -> Any:
@@ -240,9 +240,6 @@ def test_every_module_s_mode_is_as_it_was(error: dict[str, Any] | None) -> None:
     """A training model of which a part is in eval mode (frozen, say): after success and after errors in the set-up."""
     model, ids = new_model(FAMILY), torch.tensor([PROMPT])
     expected = reference(model, PROMPT, 4)
-    model.config.attention_dropout = 0.9  # would be seen
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.9
     model.train()
     model.model.layers[1].eval()
     before = modes(model)
@@ -254,6 +251,10 @@ def test_every_module_s_mode_is_as_it_was(error: dict[str, Any] | None) -> None:
     else:
         with pytest.raises(ConfigError):
             model.generate(ids, **options)
+    assert modes(model) == before
+    model.model.layers[2].self_attn.attention_dropout = 0.9
+    with pytest.raises(TargetError, match=r"attention_dropout of model.layers.2.self_attn .* call its eval\(\)"):
+        model.generate(ids, **{**options, "custom_generate": custom_generate})
     assert modes(model) == before
 
 

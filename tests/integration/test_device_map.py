@@ -13,7 +13,7 @@ import torch
 
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
-from tests.models import greedy, new_model, prompt_of, settings_of, target_of
+from tests.models import OF_LAYERS, greedy, new_model, prompt_of, settings_of, target_of
 
 PROMPT = prompt_of(11)
 NEW = 24
@@ -66,7 +66,7 @@ def test_layers_on_disk(saved: Path, tmp_path: Path, offloaded: tuple[str, ...])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("drafter", [name for name in drafter_names() if name not in OF_LAYERS])
 def test_every_drafter_over_split_layers(drafter: str, tmp_path: Path) -> None:
     places = dict.fromkeys((*PARTS, "lm_head"), "cpu") | {"model.layers.0": "disk", "lm_head": "disk"}
     model = accelerate.dispatch_model(

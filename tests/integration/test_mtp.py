@@ -155,7 +155,7 @@ def checkpoint(folder: Path) -> Path:
 def test_a_checkpoint_brings_its_own_layers(tmp_path: Path) -> None:
     """With nothing to name: they are read from where the model was loaded from, and ``auto`` has them, too."""
     folder = checkpoint(tmp_path)
-    target = TransformersTarget.from_pretrained(folder, execution="transformers")
+    target = TransformersTarget.from_pretrained(folder, execution="modules")
     prompt, plain = prompt_of(7), Engine(target, None, "none").generate(prompt_of(7), 12).token_ids
     for drafter in ({"name": "mtp", "min_chance": 0.0}, "auto"):
         engine = Engine(target, None, drafter, max_rows=16, costs=roofline("cpu"))
@@ -173,7 +173,7 @@ def test_layers_that_do_not_fit_leave_auto_without_them(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.2.hnorm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    target = TransformersTarget.from_pretrained(folder, execution="transformers")
+    target = TransformersTarget.from_pretrained(folder, execution="modules")
     with pytest.raises(CheckpointError, match=r"layer 0 of format .* has no 'hnorm' weight"):
         make_drafter("mtp", target)
     with pytest.warns(SpecdecWarning, match="without the model's own layers: .*hnorm"):

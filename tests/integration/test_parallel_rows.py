@@ -46,15 +46,15 @@ Ask = Callable[[Engine], Any]
 class Together:
     """Some ranks, each with its own target around a model of its own."""
 
-    def __init__(self, family: str, size: int, **changes: Any) -> None:
-        self.size = size
+    def __init__(self, family: str, size: int, execution: str = "modules", **changes: Any) -> None:
+        self.size, self._execution = size, execution
         self._models = [new_model(family, **changes) for _ in range(size)]
 
     def run(self, drafter: Any, ask: Ask, *, spoil: Callable[[ShardedTarget, int], None] | None = None) -> list[Any]:
         """What ``ask`` returned or raised on each rank."""
 
         def work(ranks: ThreadRanks) -> Any:
-            target = ShardedTarget(self._models[ranks.rank], owned=True, execution="transformers", ranks=ranks)
+            target = ShardedTarget(self._models[ranks.rank], owned=True, execution=self._execution, ranks=ranks)
             if spoil is not None:
                 spoil(target, ranks.rank)
             with _LOADING:
@@ -66,13 +66,13 @@ class Together:
 
 def rows_run(target: ShardedTarget) -> list[int]:
     """From now on, the rows of each step that this rank runs."""
-    run, found = target.runner.run, list[int]()
+    run, found = target.runner.finish, list[int]()
 
-    def counted(hidden: torch.Tensor, *rest: Any) -> Any:
-        found.append(hidden.shape[0])
-        return run(hidden, *rest)
+    def counted(hidden: torch.Tensor | None, rows: Any, *rest: Any) -> Any:
+        found.append(rows.rows)
+        return run(hidden, rows, *rest)
 
-    target.runner.run = counted  # type: ignore[method-assign]
+    target.runner.finish = counted  # type: ignore[method-assign]
     return found
 
 
@@ -221,7 +221,8 @@ def test_batches_are_refused() -> None:
 
 def test_early_exits_are_refused(tmp_path: Path) -> None:
     settings = settings_of("kangaroo", target_of("llama"), tmp_path)[0]
-    for error in Together("llama", 2).run(settings, lambda engine: engine.generate(PROMPT, NEW)):
+    together = Together("llama", 2, execution="fused")
+    for error in together.run(settings, lambda engine: engine.generate(PROMPT, NEW)):
         assert isinstance(error, ConfigError)
         assert "first layers" in str(error)
 
@@ -244,7 +245,7 @@ def errors_at_build(settings: Any) -> list[Any]:
     """What each of two ranks raises where such a drafter is made."""
 
     def work(ranks: ThreadRanks) -> Any:
-        target = ShardedTarget(new_model("llama"), owned=True, execution="transformers", ranks=ranks)
+        target = ShardedTarget(new_model("llama"), owned=True, execution="modules", ranks=ranks)
         make_drafter(settings, target)
 
     return run_ranks(2, work)
@@ -314,13 +315,16 @@ def test_a_rank_with_other_weights_ends_all() -> None:
 def test_a_rank_that_fails_in_a_step_ends_all() -> None:
     def spoil(target: ShardedTarget, rank: int) -> None:
         if rank:
-            head, left = target.runner.head, [5]
+            run, left = target.runner.finish, [5]
 
-            def broken(hidden: torch.Tensor) -> torch.Tensor:
-                left[0] -= 1
-                return head(hidden) * (torch.nan if left[0] < 0 else 1)
+            def broken(*given: Any) -> Any:
+                output = run(*given)
+                left[0] -= output.logits is not None
+                if left[0] < 0:
+                    output.logits.fill_(torch.nan)
+                return output
 
-            target.runner.head = broken
+            target.runner.finish = broken  # type: ignore[method-assign]
 
     found = Together("llama", 2).run("lookahead", lambda engine: engine.generate(PROMPT, NEW), spoil=spoil)
     assert "rank 1 failed in the middle of a step" in str(found[0])

@@ -75,7 +75,7 @@ def test_tensor(tmp_path: Path) -> None:
     """Also of drafts that carry a q: the same text as with the whole weights in one process."""
     for found in worker(2, tmp_path, "tiny_tensor").values():
         assert found["together"] == found["alone"]
-        assert found["runner"]["runner"] == "transformers"
+        assert found["runner"]["runner"] == "modules"
         assert "DTensor" in found["runner"]["because"]
 
 

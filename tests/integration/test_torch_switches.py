@@ -14,11 +14,11 @@ from specdec import Engine, PrefixCache, SamplingParams, TransformersTarget, cus
 from specdec.drafting.registry import drafter_names
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
-from tests.models import model_of, new_model, prompt_of, settings_of, target_of
+from tests.models import OF_LAYERS, model_of, new_model, prompt_of, settings_of, target_of
 from tests.switches import SWITCHES
 from tests.tiers import once, turns
 
-FAMILIES = {"native": "qwen3", "transformers": "llama"}
+FAMILIES = {"native": "qwen3", "modules": "llama"}
 SAMPLED = SamplingParams(temperature=0.9, seed=3, acceptance="match")
 PROMPT, NEW = prompt_of(20), 16
 
@@ -42,7 +42,7 @@ def expected(execution: str) -> list[Any]:
 
 def is_followed(execution: str, switch: str) -> bool:
     """Modules round by autocast and by the number of threads; `generate` of such a model does, too."""
-    return execution == "transformers" and switch in ("autocast", "two threads")
+    return execution == "modules" and switch in ("autocast", "two threads")
 
 
 @pytest.mark.few(1)
@@ -51,6 +51,7 @@ def is_followed(execution: str, switch: str) -> bool:
     turns(drafter_names(), list(SWITCHES), list(FAMILIES)),
 )
 def test_every_drafter_s_text_is_the_same(drafter: str, switch: str, execution: str, tmp_path: Path) -> None:
+    execution = "native" if drafter in OF_LAYERS else execution
     target = target_for(execution)
     spec = settings_of(drafter, target, tmp_path)[0]
     engine = Engine(target, None, spec)
@@ -68,6 +69,17 @@ def test_a_model_that_is_loaded_inside_is_the_same(switch: str, execution: str) 
         inside = texts(engine)
     assert texts(engine) == expected(execution)
     assert inside == expected(execution) or is_followed(execution, switch)
+
+
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("execution", ["native", "fused", "modules"])
+def test_a_model_that_was_made_in_inference_mode(execution: str, owned: bool) -> None:
+    """Of its weights torch counts no writes."""
+    family = FAMILIES.get(execution, "llama")
+    with torch.inference_mode():
+        model = new_model(family, torch.float32)
+    own = Engine(TransformersTarget(model, execution=execution, owned=owned), None, "lookahead")
+    assert texts(own) == texts(Engine(target_of(family, torch.float32, "auto", execution)))
 
 
 @pytest.mark.slow
@@ -117,12 +129,12 @@ def test_modules_follow_autocast_as_they_do_in_generate() -> None:
         lambda module, args, output: seen.add(output.dtype)
     )
     try:
-        engine = Engine(TransformersTarget(model, execution="transformers"))
+        engine = Engine(TransformersTarget(model, execution="modules"))
         seen.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             engine.generate(PROMPT, 2)
         assert seen == {torch.bfloat16}
-        assert engine.generate(PROMPT, NEW).token_ids == expected("transformers")[0]
+        assert engine.generate(PROMPT, NEW).token_ids == expected("modules")[0]
     finally:
         hook.remove()
 
@@ -135,7 +147,7 @@ def test_inside_generate(switch: str) -> None:
     own = functools.partial(custom_generate, drafter="lookahead")
     with SWITCHES[switch]():
         whole = model.generate(ids, max_new_tokens=NEW, do_sample=False, custom_generate=own)
-    assert whole[0, len(PROMPT) :].tolist() == expected("transformers")[0]
+    assert whole[0, len(PROMPT) :].tolist() == expected("modules")[0]
 
 
 @pytest.mark.slow
@@ -171,3 +183,18 @@ def test_packed_modules_that_the_caller_calls(switch: str) -> None:
     alone = project(rows)
     with SWITCHES[switch]():
         assert torch.equal(project(rows), alone)
+
+
+def test_threads_and_gradients_that_change_between_the_steps() -> None:
+    engine, number = Engine(target_for("native"), None, "lookahead"), 0
+    one = engine.start(PROMPT, NEW)
+    with torch.no_grad():  # which a test leaves as it was
+        while one.finish_reason is None:
+            torch.set_num_threads(1 + number % 2)
+            torch.set_grad_enabled(bool(number % 3))
+            with engine.target.active():
+                one.prefill() if one.sequence.prefilling else one.step()
+            number += 1
+    torch.set_num_threads(1)
+    assert number > 3
+    assert one.tokens[len(PROMPT) :] == expected("native")[0]

@@ -113,7 +113,7 @@ def values(model: Path, data: Path, out: Path, **loop: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], family: str) -> None:
     """Two packed texts, each against a tapped walk of its own: layers, head states and separation agree."""
-    target = target_of(family, execution="transformers")
+    target = target_of(family, execution="modules")
     texts = [list(prompt_of(size, seed)) for size, seed in ((11, 1), (13, 2))]
     windows = pack([Sample(text, [True] * len(text), False) for text in texts], 24)
     batch = windows.at(np.array([0]))
@@ -226,7 +226,7 @@ def test_training_over_a_draft_vocabulary(model_folder: Path, talks: Path, tmp_p
 @pytest.mark.slow
 def test_figures_are_the_engines(target_of: Callable[..., TransformersTarget]) -> None:
     """The tally over given texts counts the very steps that decoding takes."""
-    target = target_of("llama", torch.float32)
+    target = target_of("llama", torch.float32, execution="fused")
     kinds = (("attention", 0.05, 4, 1), ("mlp", 0.0, 2, 1), ("layer", 1.0, 6, 3), ("head", 0.06, 3, 2))
     for variant, eta, gamma, branch in kinds:
         adapter = new_adapter(NewAdapter(exit_layer=2, variant=variant, eta=eta, gamma=gamma, branch=branch), target)

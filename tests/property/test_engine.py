@@ -306,4 +306,4 @@ def test_the_engine_against_one_token_at_a_time() -> None:
 
 @pytest.mark.slow
 def test_the_engine_at_length() -> None:
-    run_state_machine_as_test(Generations, settings=settings(max_examples=50, stateful_step_count=50))
+    run_state_machine_as_test(Generations, settings=settings(max_examples=30, stateful_step_count=50))

@@ -107,7 +107,7 @@ def test_a_model_is_itself(family: str) -> None:
     """The self-check at load holds it against the model; entries and taps; and the text of a few steps."""
     target, plain = (
         TransformersTarget(new_model(family, torch.float32, **SMALL), execution=execution, owned=True)
-        for execution in ("fused", "transformers")
+        for execution in ("fused", "modules")
     )
     assert isinstance(target.runner, CudaRunner)
     draft = Draft((3, 4, 5, 6), (-1, 0, 0, 2))
@@ -116,7 +116,7 @@ def test_a_model_is_itself(family: str) -> None:
         with one.active():
             outputs.append(seam.text(one, capacity=20, rows=8).run(draft, taps={0, 1, 2}))
     for layer in range(3):
-        assert torch.allclose(outputs[0].taps[layer], outputs[1].taps[layer], rtol=1e-3, atol=1e-4)
+        assert torch.allclose(outputs[0].hidden[layer], outputs[1].hidden[layer], rtol=1e-3, atol=1e-4)
     for sampling in (None, SamplingParams(temperature=0.8, seed=1)):
         texts = [
             Engine(one, None, "prompt_lookup").generate(prompt_of(9), 4, sampling).token_ids for one in (target, plain)
@@ -141,7 +141,7 @@ def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch
                 outputs = [seam.run_together(each, drafts, again=replayed)]
             else:
                 outputs = [own.run(draft, again=False) for own, draft in zip(each, drafts, strict=True)]
-        found.append(torch.cat([output.hidden for output in outputs]))
+        found.append(torch.cat([output.out for output in outputs]))
     assert recorder.made[made:] == ([16] if replayed else [])
     assert torch.allclose(*found, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(found[0][:4], found[0][5:], rtol=1e-3, atol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec.sampling.noise import Noise, inverse_bits
-from specdec.sampling.scores import finite_argmax
+from specdec.step.step_output import finite_argmax
 
 pytest.importorskip("triton", reason="Triton is not installed")
 module = pytest.importorskip("specdec.runners.kernels.pick")

@@ -12,13 +12,13 @@ import torch
 from specdec import Draft, SamplingParams
 from specdec.runners.sent_rows import SentRows
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
 from specdec.sampling.verify import match
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.joining import joined
 from specdec.step.pages import PagePool
 from specdec.step.step_io import Draws, StepInput, Wanted
+from specdec.step.step_output import StepOutput
 from tests import seam
 from tests.launching import Kernels
 
@@ -57,9 +57,9 @@ class Step:
         cache.reserve(cache.length + size)
         self.best, self.drawn = (tokens_of(rng, size) for _ in range(2))
         sampling = SamplingParams(temperature=0.8, acceptance="match") if self.sampled else SamplingParams()
-        scores = Scores(torch.nn.functional.one_hot(torch.tensor(self.best), TOKENS).float())
-        scores.drawn = self.drawn if self.sampled else ()
-        self.verdict = match(self.draft, scores, Sampler(sampling, [1], TOKENS, CPU))
+        logits = torch.nn.functional.one_hot(torch.tensor(self.best), TOKENS).float()
+        output = StepOutput(logits, drawn=self.drawn if self.sampled else ())
+        self.verdict = match(self.draft, output, Sampler(sampling, [1], TOKENS, CPU))
 
     def step(self) -> StepInput:
         """Its rows, of which a device is to decide."""

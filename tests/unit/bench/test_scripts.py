@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
+import math
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +31,7 @@ from specdec.engine.questions import read_questions
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
 from specdec.runners import cuts
+from tests.gguf_files import new_llama, write_gguf
 from tests.launching import fused
 from tests.models import new_model
 from tests.unit.runners.test_cuts import Device
@@ -406,6 +410,60 @@ def test_the_table_of_shares_keeps_the_rows_of_other_machines() -> None:
     assert rows[0].startswith("| A | x | m | 11 | 90 |")
     assert rows[1].startswith("| B | x | m | 10 | 90 |")
     assert titles.count("|") == rows[0].count("|") == 11
+
+
+def test_shares_are_of_the_library_s_call() -> None:
+    """What runs before and behind it takes no time by the clock that they are measured with."""
+    time = itertools.count(10.0)
+    clock = load("shares_table").CallClock(lambda one, other: (next(time), one + other)[1], lambda: next(time))
+    assert clock() == 0
+    assert clock.timed(2, 3) == 5
+    for _ in range(7):
+        next(time)
+    assert clock() == 2
+    assert clock.timed(2, 4) == 6
+    assert clock() == 4
+
+
+def test_the_table_of_activations_keeps_the_rows_of_other_files() -> None:
+    script = load("activations_table")
+    begin, end = script.MARKS
+    page = f"<!-- end -->\nbefore\n{begin}| file |\n|---|\n{end}\nbehind\n"
+    cells = script.cells({name: [0.002, 3] for name in script.SYSTEMS}, 4)
+    for row in (["A", "1", *cells], ["B", "2", *cells], ["A", "3", *cells]):
+        page = script.merged(page, [row])
+    *_, before, titles, _, first, second, behind = page.replace(begin, "").replace(f"{end}\n", "").splitlines()
+    assert (before, behind) == ("before", "behind")
+    assert first.startswith("| A | 3 | 0.500; 75.00 % | 0.500; ")
+    assert second.startswith("| B | 2 | ")
+    assert titles.count("|") == first.count("|") == 3 + len(script.SYSTEMS)
+
+
+def test_divergences_of_logits() -> None:
+    """Of rows with other sums, and of a vocabulary that is padded on one side."""
+    script = load("activations_table")
+    chances = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.6, 0.2]])
+    other = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.6, 0.2]])
+    padded = torch.cat((other.log() + 7, torch.full((2, 1), 50.0)), 1)
+    divergence, equal = script.compare(chances.log() - 3, padded)
+    assert divergence == pytest.approx(0.25 * math.log(2), rel=1e-5)
+    assert equal == 1
+
+
+@pytest.mark.slow
+def test_activations_are_held_against_llama_cpp_s_own_logits(tmp_path: Path) -> None:
+    """On a file in float32 both say the same, of all windows and parts; in a process of its own, which it may end."""
+    pytest.importorskip("xllamacpp")
+    code = (
+        "import sys, activations_table as script; script.SYSTEMS = {'llama.cpp': None}; "
+        "script.WINDOW, script.PART = 24, 9; print(script.measured(sys.argv[1], 70, 1))"
+    )
+    file = str(write_gguf(tmp_path / "toy.gguf", new_llama()))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SCRIPTS), str(SCRIPTS.parent)))}
+    done = subprocess.run(
+        [sys.executable, "-c", code, file], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines()[-1:] == ["['toy.gguf', '72', '0.000; 100.00 %']"], done.stderr
 
 
 def test_a_race_leaves_out_who_fails_and_says_so(

@@ -17,7 +17,7 @@ ABOUT = {
     "runner": {"name": "fused", "reason": "no C compiler", "caches": ["a", "b"], "sizes": {"x": 1}},
 }
 TIMES = {
-    "transformers": {"1": 0.004, "8": 0.006},
+    "modules": {"1": 0.004, "8": 0.006},
     "fused": {"1": 0.001, "8": 0.0015},
     "native": "no C compiler was found; install one",
 }
@@ -64,7 +64,7 @@ def test_runners_side_by_side(asked: list[Any], capsys: pytest.CaptureFixture[st
     assert asked == [ModelOptions(dtype="float32", threads=2), 2, ("tiny", options)]
     shown = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.split()[:1] and line[0] != " "}
-    assert rows["transformers"] == ["4.00", "(4.00)", "6.00", "(4.00)"]
+    assert rows["modules"] == ["4.00", "(4.00)", "6.00", "(4.00)"]
     assert rows["fused"] == ["1.00", "(1.00)", "1.50", "(1.00)"]
     assert "no C compiler was found; install one" in " ".join(shown.split())
 

@@ -321,7 +321,7 @@ def test_on_a_device_an_eagle_head_is_loaded_where_its_passes_are_recorded(
 ) -> None:
     launch(monkeypatch)
     model = new_model("llama", torch.float64)
-    target = fused(model) if records else TransformersTarget(model, execution="transformers")
+    target = fused(model) if records else TransformersTarget(model, execution="modules")
     folder = DRAFTER_OPTIONS["eagle"](target, tmp_path)[0]["head"]
     looked = list[str]()
 

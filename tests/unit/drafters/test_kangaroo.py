@@ -74,7 +74,7 @@ def shallow_target() -> TransformersTarget:
         for layer in model.model.layers[LAYER:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    return TransformersTarget(model)
+    return TransformersTarget(model, execution="fused")
 
 
 @pytest.fixture
@@ -349,7 +349,7 @@ class Overruled(DrafterBase):
 
 
 def test_another_drafters_rows_are_learnt_from(target_of: Callable[..., TransformersTarget]) -> None:
-    target, prompt, adapter = target_of("llama", execution="transformers"), prompt_of(9), adapter_of()
+    target, prompt, adapter = target_of("llama", execution="fused"), prompt_of(9), adapter_of()
     text = [*prompt, *Engine(target).generate(prompt, 30).token_ids]
     drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter, target)
     decoding = Engine(target, None, Overruled(drafter, text)).start(prompt, 30)
@@ -364,9 +364,10 @@ def test_another_drafters_rows_are_learnt_from(target_of: Callable[..., Transfor
 @torch.inference_mode()
 def check_cache(session: KangarooSession, target: TransformersTarget, tokens: list[int]) -> None:
     """The session's adapter cache against one computed afresh from the text."""
-    states = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
+    with target.active():
+        states = seam.text(target, capacity=len(tokens), rows=len(tokens)).run(tokens, taps={LAYER}).hidden[LAYER]
     fresh = AdapterCache(session._adapter, len(tokens))
-    session._adapter.absorb(states[LAYER][0].detach(), fresh)
+    session._adapter.absorb(states, fresh)
     cache = session._own.cache
     for found, expected in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
         torch.testing.assert_close(found[0][:, :, : len(tokens)], expected[0][:, :, : len(tokens)])
@@ -376,7 +377,7 @@ def test_the_adapters_cache_is_that_of_the_text(
     shallow_target: TransformersTarget, target_of: Callable[..., TransformersTarget]
 ) -> None:
     """After steps of full, partial and no acceptance, and the plain steps that a small room makes."""
-    for target in (shallow_target, target_of("llama", execution="transformers")):
+    for target in (shallow_target, target_of("llama", execution="fused")):
         adapter = often_right() if target is shallow_target else adapter_of()
         drafter = Watched(KangarooConfig(eta=0.0, gamma=3), adapter, target)
         decoding = Engine(target, None, drafter, prefill_chunk=4).start(prompt_of(9), 60)
@@ -392,21 +393,18 @@ def test_the_adapters_cache_is_that_of_the_text(
 
 
 def test_no_shallow_layer_runs_twice_for_a_row(
-    perfect: Callable[..., Watched], shallow_target: TransformersTarget
+    perfect: Callable[..., Watched], shallow_target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = {0: 0, LAYER: 0}
-    hooks = [
-        shallow_target.layers[n].register_forward_hook(
-            lambda module, given, output, n=n: rows.__setitem__(n, rows[n] + given[0].shape[1])
-        )
-        for n in rows
-    ]
-    try:
-        found = Engine(shallow_target, None, perfect(gamma=3)).generate(prompt_of(9), 24)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert rows[0] == rows[LAYER] == 8 + sum(found.stats.rows)  # 8: the prompt but its last token
+    counts, run = {0: 0, LAYER: 0}, shallow_target.runner.run
+
+    def counted(hidden: Any, rows: Any, first: int, last: int, taps: Any) -> Any:
+        for layer in counts:
+            counts[layer] += rows.rows * (first <= layer < last)
+        return run(hidden, rows, first, last, taps)
+
+    monkeypatch.setattr(shallow_target.runner, "run", counted)
+    found = Engine(shallow_target, None, perfect(gamma=3)).generate(prompt_of(9), 24)
+    assert counts[0] == counts[LAYER] == 8 + sum(found.stats.rows)  # 8: the prompt but its last token
 
 
 def test_early_exit_needs_no_adapter(shallow_target: TransformersTarget) -> None:

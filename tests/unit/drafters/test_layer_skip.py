@@ -55,9 +55,9 @@ WIDE: dict[str, Any] = {"head_dim": 16, "intermediate_size": 48}  # as native la
 
 
 @cache
-def packed() -> TransformersTarget:
+def packed(family: str = "llama") -> TransformersTarget:
     """A target whose weights are laid out anew."""
-    return TransformersTarget(new_model("llama", torch.float32, **WIDE), execution="native", owned=True)
+    return TransformersTarget(new_model(family, torch.float32, **WIDE), execution="native", owned=True)
 
 
 SKIPS = [
@@ -75,18 +75,17 @@ SKIPS = [
 @pytest.mark.parametrize(
     ("family", "execution"),
     [
-        ("llama", "transformers"),
-        ("gemma2", "transformers"),
         ("llama", "fused"),
-        ("phi3", "transformers"),
+        ("qwen2", "fused"),
         pytest.param("llama", "native", marks=needs_compiler),
+        pytest.param("gemma2", "native", marks=needs_compiler),
     ],
 )
 def test_logits_are_those_of_the_model_without_these_parts(family: str, execution: str, skip: Skip) -> None:
     """Of transformers' own model in which they add nothing, run in two blocks and as a tree."""
     is_packed = execution == "native"
     dtype = torch.float32 if is_packed else torch.float64
-    target = packed() if is_packed else target_of(family, dtype, execution=execution)
+    target = packed(family) if is_packed else target_of(family, dtype, execution=execution)
     model = without(new_model(family, dtype, **(WIDE if is_packed else {})), skip)
     with torch.no_grad():
         ids = torch.tensor([PROMPT])
@@ -119,11 +118,11 @@ def test_native_halves_make_the_whole_layer(family: str, tmp_path: Path) -> None
         given = target.embed(tokens)
         for layer in range(target.num_layers):
             entry = Entering(layer, given)
-            whole = own.run(tokens, entry=entry, exit_layer=layer + 1, rows=()).hidden
+            whole = own.run(tokens, entry=entry, exit_layer=layer + 1, rows=()).out
             got = given
             for part in (Part.ATTENTION, Part.MLP):
                 plan, entry = LayerPlan(layer + 1, (part,) * target.num_layers), Entering(layer, got)
-                got = target.forward(other.rows(tokens, plan=plan, wanted=NOTHING, entry=entry)).hidden
+                got = target.forward(other.rows(tokens, plan=plan, wanted=NOTHING, entry=entry)).out
             assert torch.equal(got, whole)
             given = whole
         own.commit(range(len(tokens)))
@@ -143,7 +142,7 @@ def test_several_sequences_share_a_pass_through_half_layers() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_no_token_depends_on_what_is_left_out(family: str) -> None:
     """Greedy and drawn, alone and in a batch, with sublayers of every kind left out."""
     target, other = target_of(family), prompt_of(5)
@@ -159,7 +158,7 @@ def test_half_layers_leave_the_model_as_it_is() -> None:
     """They share its weights, and none of its modules is replaced."""
     model = new_model("llama")
     before = {name: id(module) for name, module in model.named_modules()}
-    target = TransformersTarget(model)
+    target = TransformersTarget(model, execution="fused")
     logits = run(target, Skip.of((), mlp=[0, 1, 2]), [seam.text(target).rows(PROMPT)])[0]
     assert {name: id(module) for name, module in model.named_modules()} == before
     model.model.layers[0].self_attn.o_proj.weight.data.mul_(2)
@@ -173,9 +172,9 @@ def test_layers_with_hooks_are_left_out_whole_only() -> None:
     """
     model = new_model("llama")
     model(torch.tensor([PROMPT]), output_hidden_states=True)
-    assert TransformersTarget(model, execution="transformers").half_layers("mlp") is not None
+    assert TransformersTarget(model, execution="fused").half_layers("mlp") is not None
     model.model.layers[1].register_forward_hook(lambda *_: None)
-    target = TransformersTarget(model, execution="transformers")
+    target = TransformersTarget(model, execution="fused")
     assert target.half_layers("mlp") is None
     assert assumed(target).mlp is None
     skip = best_skip(target, PROMPT, 4, assumed(target))
@@ -218,7 +217,7 @@ def silent(*parts: str) -> TransformersTarget:
     model: Any = new_model("llama")
     for part in parts:
         model.get_submodule(f"model.layers.{part}").weight.data.zero_()
-    return TransformersTarget(model)
+    return TransformersTarget(model, execution="fused")
 
 
 def test_parts_that_do_nothing_are_left_out() -> None:
@@ -324,7 +323,7 @@ def test_times_without_a_clock_are_weights() -> None:
     assert (times.attention, times.mlp, times.layers) == (sum(attention), sum(others), sum(attention) + sum(others))
 
 
-@pytest.mark.parametrize("execution", ["transformers", pytest.param("native", marks=needs_compiler)])
+@pytest.mark.parametrize("execution", ["fused", pytest.param("native", marks=needs_compiler)])
 def test_a_pass_costs_what_runs(execution: str) -> None:
     target = packed() if execution == "native" else target_of("llama")
     assert target.layer_weights == sum(map(sum, layer_weights(target)))

@@ -23,7 +23,7 @@ from specdec.engine.requests import make_requests
 from specdec.errors import PromptError
 from tests import seam
 from tests.fakes import Reciter, Spy
-from tests.models import VOCAB, prompt_of, settings_of, target_of
+from tests.models import OF_LAYERS, VOCAB, prompt_of, settings_of, target_of
 from tests.tiers import FEW, turns
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef "
@@ -53,7 +53,7 @@ def file() -> list[int]:
     ),
 )
 def test_the_text_is_plain_decodings(drafter: str, sampling: SamplingParams, tmp_path: Path) -> None:
-    target, prompt = target_of("gemma3"), prompt_of(9)
+    target, prompt = target_of("llama" if drafter in OF_LAYERS else "gemma3"), prompt_of(9)
     plain = Engine(target).generate(prompt, 30, sampling).token_ids
     edited = [*plain[:8], 7, 8, *plain[13:]]
     for number, options in enumerate(settings_of(drafter, target, tmp_path)):
@@ -147,7 +147,7 @@ def test_a_drafter_is_shown_the_hidden_states_of_all_tokens(drafter: str, tmp_pa
         assert len(text) >= len(prompt) + 30
         with target.active():
             fresh = seam.text(target, capacity=100, rows=100).run(text, taps=(layer,), rows=())
-        torch.testing.assert_close(rows, fresh.taps[layer])
+        torch.testing.assert_close(rows, fresh.hidden[layer])
 
 
 @pytest.mark.slow

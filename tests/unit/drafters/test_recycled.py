@@ -15,10 +15,10 @@ from drafters.token_recycling.drafter import TokenRecycling, TokenRecyclingConfi
 from drafters.token_recycling.recycled import Distributions, DrawnSession
 from specdec import Context, Draft, Engine, Observation, SamplingParams
 from specdec.drafter import DraftSession
-from specdec.parallel.shares import GatheredScores
+from specdec.errors import ConfigError
 from specdec.sampling import noise as noise_module
 from specdec.sampling.noise import Noise
-from specdec.sampling.scores import Scores
+from specdec.step.step_output import StepOutput, Top
 from tests.models import prompt_of, target_of
 from tests.unit.drafters.test_token_recycling import context_of
 
@@ -39,7 +39,7 @@ def told(session: DraftSession, context: Context, token: int, logits: torch.Tens
     root = context.root
     session.propose(2)
     context.tokens.append(token)
-    session.observe(Observation(Draft.chain([root]), [0], [token], Scores(logits[None])))
+    session.observe(Observation(Draft.chain([root]), [0], [token], StepOutput(logits[None])))
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -181,7 +181,7 @@ def test_rows_are_learned_under_their_own_pair_and_accepted_ones_last() -> None:
         logits[row, token] = 0.0
     draft = Draft((9, 8, 6, 8), (-1, 0, 1, 0), probes=frozenset({2}))  # row 3 was accepted, row 1 was not
     context.tokens += [8, 23]
-    session.observe(Observation(draft, [0, 3], [8, 23], Scores(logits[[0, 1, 3]], [0, 1, 3])))
+    session.observe(Observation(draft, [0, 3], [8, 23], StepOutput(logits[[0, 1, 3]], [0, 1, 3])))
     table = session._table
     assert [shares_of(table, *pair) for pair in ((7, 9), (8, 6))] == [{20: 1.0}, {}]
     assert shares_of(table, 9, 8) == {21: 0.5, 23: 0.5}
@@ -191,11 +191,11 @@ def test_rows_are_learned_under_their_own_pair_and_accepted_ones_last() -> None:
 def test_without_logits_ranks_stand_for_them() -> None:
     context = drawing([5, 5], 1.0)
     session = started(context, rows=9, depth=1)
-    scores = Scores(torch.arange(float(V), 0, -1)[None])
+    scores = StepOutput(torch.arange(float(V), 0, -1)[None])
     session.propose(2)
     context.tokens.append(5)
-    with patch.object(Scores, "weighed", lambda self, count: (self.top_k(count), None)):
-        session.observe(Observation(Draft.chain([5]), [0], [5], scores))
+    scores.gather(Top(32, scores.top_k(32)[0], ()), {})
+    session.observe(Observation(Draft.chain([5]), [0], [5], scores))
     assert isinstance(session, DrawnSession)
     expected = np.arange(1, 33) ** (-1.8 / 0.5)  # at the temperature of shares_of
     assert shares_of(session._table, 5, 5) == pytest.approx(dict(enumerate(expected / expected.sum())))
@@ -205,13 +205,20 @@ def test_likeliest_tokens_come_with_their_logits_where_these_are_at_hand() -> No
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(4))
     best = logits.topk(20)
     for dtype in (torch.float32, torch.float64):  # the second is none that the library reads
-        scores = Scores(logits.to(dtype), [0, 2, 5])
+        scores = StepOutput(logits.to(dtype), [0, 2, 5])
         for own, places, count in ((scores, [0, 1, 2], 20), (scores.select([5, 0], None), [2, 0], 1)):
             tokens, values = own.weighed(count)
             assert values is not None
             assert [[*row] for row in tokens] == best.indices[places, :count].tolist()
             assert [[*row] for row in values] == best.values[places, :count].tolist()
-    assert GatheredScores([[3, 1], [2, 5]], None).weighed(2) == ([[3, 1], [2, 5]], None)
+    told = StepOutput(logits[:2])
+    told.gather(Top(2, [3, 1, 2, 5], ()), {})  # by other ranks
+    assert told.weighed(2) == ([[3, 1], [2, 5]], None)
+    assert (told.argmax(1), told.top_k(1)) == (2, [[3], [2]])
+    with pytest.raises(ConfigError, match="reads the 3 likeliest tokens of each row and its top_k is 2"):
+        told.top_k(3)
+    with pytest.raises(ConfigError, match="logits are not exchanged"):
+        told.at(0)
 
 
 def test_promises_follow_what_was_right() -> None:
@@ -226,7 +233,7 @@ def test_promises_follow_what_was_right() -> None:
         for _ in range(80):
             draft = session.propose(9)
             context.tokens.append(emitted)
-            rows = Scores(logits.expand(len(draft), V))
+            rows = StepOutput(logits.expand(len(draft), V))
             session.observe(Observation(draft, [0], [emitted], rows))
             context.tokens[-1] = 5
         draft = session.propose(9)

@@ -11,7 +11,7 @@ from drafters.token_recycling.drafter import Successors, TokenRecycling, TokenRe
 from specdec import Context, Draft, Engine, Observation, SamplingParams
 from specdec.errors import ConfigError
 from specdec.sampling.noise import Noise
-from specdec.sampling.scores import Scores
+from specdec.step.step_output import StepOutput
 from tests.models import prompt_of, target_of
 
 
@@ -74,7 +74,7 @@ def test_successors_are_the_top_of_the_logits_and_accepted_rows_win() -> None:
     logits[1, 4], logits[1, 0] = 2, 1  # token 7, accepted
     logits[2, 2], logits[2, 1] = 2, 1  # token 7 again, rejected
     draft = Draft((9, 7, 8, 7), (-1, 0, 0, 2), probes=frozenset({2}))
-    table.learn(draft, [0, 1], Scores(logits[:3], [0, 1, 3]))
+    table.learn(draft, [0, 1], StepOutput(logits[:3], [0, 1, 3]))
     assert list(table.of(9)) == [3, 1]
     assert list(table.of(7)) == [4, 0]
     assert list(table.of(8)) == []  # it was not scored
@@ -105,7 +105,7 @@ def test_sequences_share_a_persistent_table_and_no_other() -> None:
         first = drafter.start(context_of([3]))
         logits = torch.zeros(1, 32)
         logits[0, 8] = 1
-        first.observe(Observation(Draft.chain([3]), [0], [8], Scores(logits)))
+        first.observe(Observation(Draft.chain([3]), [0], [8], StepOutput(logits)))
         assert (8 in drafter.start(context_of([3])).propose(9).tokens) is persistent
 
 

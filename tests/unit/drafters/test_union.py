@@ -28,8 +28,8 @@ from specdec import (
     SamplingParams,
 )
 from specdec.errors import ConfigError
-from specdec.sampling.scores import Scores
 from specdec.step.step_io import Entering
+from specdec.step.step_output import StepOutput
 from tests.fakes import Oracle, Spy
 from tests.models import greedy, prompt_of, target_of
 from tests.unit.costs.test_policy import curve_of
@@ -103,9 +103,9 @@ def test_the_likeliest_rows_of_all_parts_come_first() -> None:
         draft = session.propose(100)
         assert (first.rooms[-1], second.rooms[-1]) == (9, 9)
         assert list(draft.tokens) == [2, 3, 4, 5, 6, 7]
-        session.observe(Observation(draft, [0, 2], [4, 9], Scores(torch.zeros(6, 32))))
-        session.observe(Observation(draft, [0, 3, 4, 5], [5, 6, 7, 9], Scores(torch.zeros(6, 32))))
-        session.observe(Observation(draft, [0, 3, 4, 5], [5, 6, 7, 9], Scores(torch.zeros(6, 32))))
+        session.observe(Observation(draft, [0, 2], [4, 9], StepOutput(torch.zeros(6, 32))))
+        session.observe(Observation(draft, [0, 3, 4, 5], [5, 6, 7, 9], StepOutput(torch.zeros(6, 32))))
+        session.observe(Observation(draft, [0, 3, 4, 5], [5, 6, 7, 9], StepOutput(torch.zeros(6, 32))))
     assert set(session.propose(4).tokens) == {2, 5, 6, 7}
     assert set(session.propose(5).tokens) == {2, 4, 5, 6, 7}
     assert list(session.propose(1).tokens) == [2]
@@ -286,7 +286,7 @@ def test_observations_fit_together() -> None:
             for row, token in zip(seen.path, seen.tokens, strict=True):
                 assert seen.argmax(row) == token
             for row in draft.scored_rows() or range(len(draft)):
-                seen.scores.of(row)  # all of them are there
+                seen.scores.at(row)  # all of them are there
             known += len(seen.tokens)
 
 
@@ -297,7 +297,7 @@ def test_a_part_that_needs_no_draft_sees_each_step_as_it_was() -> None:
     session = union_of(*parts, rows=8).start(context_of([1, 2]))
     draft = session.propose(100)
     taps = {1: torch.zeros(4, 32), FINAL: torch.ones(4, 32)}
-    session.observe(Observation(draft, [0, 2], [4, 7], scores := Scores(torch.zeros(4, 32)), taps))
+    session.observe(Observation(draft, [0, 2], [4, 7], scores := StepOutput(torch.zeros(4, 32)), taps))
     (mine,), (whole,) = (part.seen for part in parts)
     assert mine.draft is not None
     assert list(mine.draft.tokens) == [2, 3, 4]
@@ -310,13 +310,13 @@ def test_part_of_maps_scores_and_taps() -> None:
     whole = Draft((9, 5, 6, 7, 8), (-1, 0, 1, 1, 3), probes=frozenset({2}))
     logits = torch.arange(4.0)[:, None] + 10  # of rows 0, 1, 3, 4
     hidden = torch.arange(5.0)[:, None]
-    seen = Observation(whole, [0, 1, 3, 4], [5, 7, 8, 2], Scores(logits, [0, 1, 3, 4]), {1: hidden})
+    seen = Observation(whole, [0, 1, 3, 4], [5, 7, 8, 2], StepOutput(logits, [0, 1, 3, 4]), {1: hidden})
     mine = part_of(seen, Draft((9, 5, 6), (-1, 0, 1), probes=frozenset({2})), [0, 1, 2], [1])
     assert mine.draft is not None
     assert mine.scores is not None
     assert (list(mine.draft.tokens), list(mine.draft.parents)) == ([9, 5, 6, 7, 8], [-1, 0, 1, 1, 3])
     assert (list(mine.path), list(mine.tokens), mine.draft.probes) == ([0, 1, 3, 4], [5, 7, 8, 2], {2})
-    assert [float(mine.scores.of(row)) for row in mine.path] == [10, 11, 12, 13]
+    assert [float(mine.scores.at(row)) for row in mine.path] == [10, 11, 12, 13]
     assert mine.taps[1][:, 0].tolist() == [0, 1, 2, 3, 4]
     other = part_of(seen, Draft((9, 4, 5), (-1, 0, 0)), [0, 0, 1], ())
     assert list(other.path) == [0, 2, 3, 4]
@@ -325,7 +325,7 @@ def test_part_of_maps_scores_and_taps() -> None:
     assert probed.draft is not None
     assert probed.scores is not None
     assert not probed.draft.probes
-    assert float(probed.scores.of(1)) == 11
+    assert float(probed.scores.at(1)) == 11
 
 
 def test_taps_are_those_of_all_parts_and_chunks_go_to_those_who_asked() -> None:
@@ -376,8 +376,8 @@ def test_a_step_that_it_was_not_asked_for() -> None:
     recycling = TokenRecycling(TokenRecyclingConfig())
     session = union_of(Fixed([3, 4], [0, 0]), recycling, rows=8).start(context_of([1, 2]))
     draft = session.propose(100)
-    session.observe(Observation(draft, [0], [9], Scores(torch.zeros(len(draft), 32))))
-    session.observe(Observation(Draft.chain([9]), [0], [5], Scores(torch.zeros(1, 32))))
+    session.observe(Observation(draft, [0], [9], StepOutput(torch.zeros(len(draft), 32))))
+    session.observe(Observation(Draft.chain([9]), [0], [5], StepOutput(torch.zeros(1, 32))))
 
 
 NESTED: dict[str, Any] = {

@@ -78,7 +78,7 @@ def test_numbers_and_ranks() -> None:
 
 
 @pytest.mark.few(5)
-@pytest.mark.parametrize("execution", ["transformers", "native"])
+@pytest.mark.parametrize("execution", ["modules", "native"])
 @pytest.mark.parametrize("kind", ["plain", "capped", "biased"])
 def test_a_slice_of_the_head_says_what_the_head_says(execution: str, kind: str) -> None:
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1} if execution == "native" else {}

@@ -111,7 +111,7 @@ def test_what_is_drawn_from_waits_for_nobody_unless_rows_round_alike(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under ``reject`` q decides the text, so where it would round with the batch, each sequence has it made alone."""
-    for target, times in ((native_target(torch.float32), 1), (target_of("llama", torch.float32), 4)):
+    for target, times in ((native_target(torch.float32), 1), (target_of("llama", torch.float32, execution="fused"), 4)):
         drafter, drawn = drafter_of(name, target, tmp_path / str(times)), replace(HOT, acceptance="reject")
         engine = Engine(target, None, drafter, max_rows=24)
         with monkeypatch.context() as patch:

@@ -435,7 +435,7 @@ def test_rows_of_several_sequences_are_each_one_s_own_bit_for_bit(family: str, d
                 for last, draft, own in zip(accumulate(map(len, drafts)), drafts, alone, strict=True):
                     rows = slice(last - len(draft), last)
                     assert torch.equal(found.logits[rows], own.logits), (count, draft)
-                    assert torch.equal(found.taps[2][rows], own.taps[2])
+                    assert torch.equal(found.hidden[2][rows], own.hidden[2])
     finally:
         torch.set_num_threads(threads)
 
@@ -449,7 +449,7 @@ def test_a_forward_of_several_gives_each_its_own() -> None:
         def parts(enters: bool) -> list[StepInput]:
             texts, entries = [seam.text(target, capacity=16, rows=8) for _ in prompts], [None] * len(prompts)
             if enters:
-                entries[1] = Entering(1, texts[1].run(prompts[1], exit_layer=1).hidden)
+                entries[1] = Entering(1, texts[1].run(prompts[1], exit_layer=1).out)
             each = zip(texts, prompts, wanted, entries, strict=True)
             taps = (0, 1, FINAL)
             return [own.rows(ids, **seam.asked(taps=taps, rows=rows, entry=entry)) for own, ids, rows, entry in each]
@@ -457,16 +457,16 @@ def test_a_forward_of_several_gives_each_its_own() -> None:
         for enters in (False, True):
             alone = [target.forward(part) for part in parts(enters)]
             for own, found, rows in zip(alone, run_steps(target, parts(enters)), wanted, strict=True):
-                torch.testing.assert_close(found.hidden, own.hidden)
-                assert found.taps.keys() == own.taps.keys()
-                assert len(found.taps) == len(own.taps)
-                assert (found.taps.get(0) is None) == (0 not in own.taps)
-                for layer in own.taps:
-                    torch.testing.assert_close(found.taps[layer], own.taps[layer])
+                torch.testing.assert_close(found.out, own.out)
+                assert found.hidden.keys() == own.hidden.keys()
+                assert len(found.hidden) == len(own.hidden)
+                assert (found.hidden.get(0) is None) == (0 not in own.hidden)
+                for layer in own.hidden:
+                    torch.testing.assert_close(found.hidden[layer], own.hidden[layer])
                 assert (found.logits is None) == (own.logits is None) == (rows == ())
                 if own.logits is not None:
                     torch.testing.assert_close(found.logits, own.logits)
-                    torch.testing.assert_close(found.scores(rows).logits, own.logits)
+                    assert found.rows == own.rows == (None if rows is None else [*rows])
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_a_drafter_may_be_a_bare_name(tmp_path: Path) -> None:
         (["sampling.temperature=-1"], "temperature is -1; it must be a finite number >= 0"),
         (["threads=0"], "threads is 0; it must be an integer from 1 to 4096"),
         (["dtype=flot32"], "unknown dtype 'flot32'; did you mean 'float32'?"),
-        (["execution=compiled"], "unknown execution 'compiled'; known: auto, fused, native, transformers"),
+        (["execution=compiled"], "unknown execution 'compiled'; known: auto, fused, modules, native"),
         (["policy=credits"], "'credits' is unknown; choose"),
         (["attention=fast"], "attention='fast' is unknown; choose one of auto, sdpa, split"),
         (["stop=''"], "stop is ''"),

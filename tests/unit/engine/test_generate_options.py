@@ -35,7 +35,7 @@ FLOATS = torch.zeros(1, len(PROMPT), 32, dtype=torch.float64)
 def generate(drafter: Any = None, *, ours: dict[str, Any] | None = None, **options: Any) -> Any:
     """``generate`` of the shared model: by custom_generate if a drafter is given."""
     if drafter is not None:
-        target = target_of("llama", execution="transformers")
+        target = target_of("llama", execution="modules")
         options["custom_generate"] = functools.partial(
             specdec.custom_generate, drafter=drafter, target=target, **{"policy": "off", **(ours or {})}
         )
@@ -300,6 +300,24 @@ def test_several_sequences_would_mix_it_up() -> None:
     batch = {"inputs": IDS.expand(2, -1), "attention_mask": torch.ones(2, 9)}
     with pytest.raises(ConfigError, match=r"Counts keeps something between calls \(calls\).* decode them one by one"):
         generate("prompt_lookup", **batch, logits_processor=LogitsProcessorList([Counts()]))
+
+
+class Favours(LogitsProcessor):
+    """Adds numbers that were made in inference mode, of which torch counts no writes."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode():
+            self.added = torch.arange(VOCAB, dtype=torch.float64) % 5
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + self.added
+
+
+def test_several_sequences_share_a_tensor_of_inference_mode() -> None:
+    batch = {"inputs": IDS.expand(2, -1), "attention_mask": torch.ones(2, 9)}
+    expected = generate(**batch, logits_processor=LogitsProcessorList([Favours()]))
+    found = generate("prompt_lookup", **batch, logits_processor=LogitsProcessorList([Favours()]))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec
 from drafters.heads.eagle import Eagle
-from specdec import Draft, Engine, SamplingParams
+from specdec import Draft, Engine, Observation, PrefixCache, PrefixTree, SamplingParams
 from specdec.costs.fallback import Fallback
 from specdec.costs.prices import Rest
 from specdec.drafter import RestingSession
@@ -119,8 +119,13 @@ def count_calls(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
             patch.setattr(loaded, name, noted(name, function))
 
 
-def operations(engine: Engine, sampling: SamplingParams | None, forwards: list[Any]) -> tuple[list[int], list[Any]]:
-    """The text, and of its prompt and of each step torch's operations and the library's functions that were called."""
+def operations(
+    engine: Engine, sampling: SamplingParams | None, forwards: list[Any], *, kept: PrefixCache | None = None
+) -> tuple[list[int], list[Any]]:
+    """The text, and of its prompt and of each step torch's operations and the library's functions that were called.
+
+    With a prefix cache these are of two texts, of which the second goes on from the first, and how much it copied.
+    """
     forward, counts, calls = engine.target.forward, list[Any](), list[str]()
 
     def noted(step: Any) -> Any:
@@ -131,16 +136,22 @@ def operations(engine: Engine, sampling: SamplingParams | None, forwards: list[A
     with pytest.MonkeyPatch.context() as patch, engine.target.active():
         patch.setattr(engine.target, "forward", noted)
         count_calls(patch, calls)
-        one = engine.start(prompt_of(20), 12, sampling)
-        while one.finish_reason is None:
-            calls.clear()
-            with Counted() as counted:
-                one.prefill() if one.sequence.prefilling else one.step()
-            counts.append((counted.count, *calls))
-    return one.tokens, counts
+        tokens = prompt_of(20)
+        for more in ((), (5, 6))[: 1 if kept is None else 2]:
+            one = engine.start([*tokens, *more], 12, sampling, prefix_cache=kept)
+            while one.finish_reason is None:
+                calls.clear()
+                with Counted() as counted:
+                    one.prefill() if one.sequence.prefilling else one.step()
+                counts.append((counted.count, *calls))
+            counts.append(one.sequence.reused)
+            tokens = one.tokens
+    return tokens, counts
 
 
-RESTED = ("kangaroo", "medusa", "eagle", "dflash", "token_recycling", "draft_model", "auto", "union")
+READERS = ("kangaroo", "medusa", "eagle", "dflash", "mtp", "auto", "union")
+"""Drafters that read hidden states."""
+RESTED = (*READERS, "token_recycling", "draft_model")
 
 
 @pytest.mark.few(1)
@@ -155,13 +166,34 @@ def test_a_drafter_at_rest_costs_what_none_does(
     model, forwards = new_model("qwen3", dtype), list[Any]()
     target = TransformersTarget(model, execution=execution, owned=True)  # of the library that is loaded now
     plain = operations(Engine(target, None, "none"), sampling, forwards)
-    assert any("specdec_run_layers" in calls for calls in plain[1]) == (execution == "native")
+    assert any("specdec_run_layers" in calls for calls in plain[1][:-1]) == (execution == "native")
     expected = [*forwards]
     for options in settings_of(drafter, target, tmp_path):
         engine = Engine(target, None, options)
         engine.fallback = Asleep()
         forwards.clear()
         assert operations(engine, sampling, forwards) == plain, options
+        assert forwards == expected, options
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("tree", [False, True], ids=["cache", "tree"])
+@pytest.mark.parametrize("drafter", READERS)
+def test_at_rest_a_kept_text_costs_what_it_costs_without_a_drafter(drafter: str, tree: bool, tmp_path: Path) -> None:
+    """Nothing that only a later text's drafter would read is computed, copied or kept, and as much is copied."""
+    target, forwards = target_of("qwen3"), list[Any]()
+
+    def empty() -> PrefixCache:
+        return PrefixTree(1 << 30) if tree else PrefixCache()
+
+    plain = operations(Engine(target, None, "none"), None, forwards, kept=empty())
+    assert [count for count in plain[1] if isinstance(count, int)] == [0, 31]
+    expected = [*forwards]
+    for options in settings_of(drafter, target, tmp_path):
+        engine = Engine(target, None, options)
+        engine.fallback = Asleep()
+        forwards.clear()
+        assert operations(engine, None, forwards, kept=empty()) == plain, options
         assert forwards == expected, options
 
 
@@ -203,6 +235,7 @@ def test_on_a_device_a_drafter_at_rest_copies_what_none_does(
         "kangaroo",
         "medusa",
         "eagle",
+        "mtp",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "auto", "union")),
     ],
 )
@@ -217,6 +250,87 @@ def test_after_a_long_rest_it_drafts_again(drafter: str, tmp_path: Path) -> None
             found = engine.generate(prompt_of(20), 60)
             assert found.token_ids == text, options
             assert max(found.stats.rows[-20:]) > 1, options
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("drafter", READERS)
+def test_it_drafts_behind_a_text_that_was_kept_while_it_rested(drafter: str, tmp_path: Path) -> None:
+    """Of whose hidden states the first ones are known, or none; the text is plain decoding's."""
+    target, prompt = target_of("llama"), prompt_of(20)
+    first = Engine(target).generate(prompt, 20).token_ids
+    text = Engine(target).generate([*prompt, *first, 5], 24).token_ids
+    for options in settings_of(drafter, target, tmp_path):
+        for asleep in (lambda calls: True, lambda calls: calls > 5):
+            engine, kept = Engine(target, None, options, max_rows=24, prefill_chunk=8, policy="off"), PrefixCache()
+            engine.fallback = Asleep(asleep)
+            assert engine.generate(prompt, 20, prefix_cache=kept).token_ids == first
+            engine.fallback = None
+            found = engine.generate([*prompt, *first, 5], 24, prefix_cache=kept)
+            assert found.token_ids == text, options
+            assert found.stats.reused_tokens == 39
+            assert max(found.stats.rows[-12:]) > 1, options
+
+
+def test_beside_a_prediction_hidden_states_are_not_asked_for_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, asked = target_of("llama"), list[Any]()
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda step: (asked.append(step.wanted.hidden), forward(step))[1])
+    engine = Engine(target, None, settings_of("kangaroo", target, tmp_path)[0])
+    engine.predicting().fallback = Asleep()
+    engine.generate(prompt_of(20), 12, prediction=prompt_of(9))
+    assert len(asked) == 13
+    assert not any(asked)
+
+
+class Told(Scripted):
+    """A session that can rest. It records the positions whose hidden states it is shown or misses."""
+
+    taps = frozenset({1})
+
+    def __init__(self) -> None:
+        super().__init__(lambda context, _: Draft.chain([context.root]))
+        self.told: list[str] = []
+
+    def observe(self, seen: Observation) -> None:
+        self.told.append(f"{len(seen.taps[1])} seen")
+
+    def missed(self) -> None:
+        self.told.append(f"missed up to {self.context.cache.length}")
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["cache", "tree"])
+def test_of_a_kept_text_it_is_shown_what_is_known_and_told_of_the_rest(tree: bool) -> None:
+    """The known beginning is shown, and what ran while it rested is missed, once; what then runs is shown."""
+    engine, kept = Engine(target_of("llama"), None, prefill_chunk=8), PrefixTree(1 << 30) if tree else PrefixCache()
+    engine.drafter = drafter = Told()
+    assert isinstance(drafter, RestingSession)
+    engine.fallback = Asleep(lambda calls: calls > 2)  # awake for two chunks of the prompt
+    first = engine.generate(prompt := prompt_of(20), 10, prefix_cache=kept)
+    assert drafter.told == ["8 seen", "8 seen"]
+    for _ in range(2):  # the text that goes on keeps no more of it
+        drafter.told.clear()
+        engine.fallback = Asleep(lambda calls: False)
+        found = engine.generate([*prompt, *first.token_ids, *range(10)], 2, prefix_cache=kept)
+        assert drafter.told[:3] == ["8 seen", "8 seen", f"missed up to {found.stats.reused_tokens}"]
+        assert drafter.told[3:] == (["8 seen", "2 seen", "1 seen"] if found.stats.reused_tokens == 29 else ["1 seen"])
+    assert found.stats.reused_tokens == 39
+    engine.fallback, engine.drafter = None, Own()  # whose sessions cannot do without
+    assert engine.generate([*prompt, *first.token_ids], 2, prefix_cache=kept).stats.reused_tokens == 0
+
+
+@pytest.mark.parametrize("drafter", ["medusa", "kangaroo"])
+def test_a_text_that_depends_on_drafts_goes_on_from_known_hidden_states_alone(drafter: str, tmp_path: Path) -> None:
+    """Under ``reject`` a drafter that sees less draws another text."""
+    target, kept = target_of("llama"), PrefixCache()
+    sampling = SamplingParams(temperature=0.8, acceptance="reject", seed=1)
+    engine = Engine(target, None, settings_of(drafter, target, tmp_path)[0], max_rows=24)
+    engine.with_drafter("none").generate(prompt_of(40), 4, prefix_cache=kept)
+    found = [engine.generate(prompt_of(40), 30, sampling, prefix_cache=cache) for cache in (kept, None)]
+    assert found[0].stats.reused_tokens == 0
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].stats.rows == found[1].stats.rows
 
 
 @pytest.mark.slow
@@ -263,8 +377,15 @@ def test_guesses_after_a_long_rest_are_as_good_as_before(drafter: str, tiny_engi
     assert sum(after) / len(after) > 0.8 * awake.stats.tokens_per_step
 
 
-def test_a_session_that_cannot_do_without_is_shown_all(tmp_path: Path) -> None:
-    target = target_of("llama")
-    engine = Engine(target, None, settings_of("mtp", target, tmp_path)[0])
-    session = engine.start([1, 2, 3], 2).sequence.session
+def test_a_session_that_cannot_do_without_is_shown_all() -> None:
+    """At rest too: the chunks of the prompt, and each token."""
+    engine = Engine(target_of("llama"), None, prefill_chunk=8)
+    engine.drafter, engine.fallback = Own(), Asleep()
+    one = engine.start(prompt_of(20), 4)
+    with engine.target.active():
+        one.prefill()
+        while one.finish_reason is None:
+            one.step()
+    session: Any = one.sequence.session
     assert not isinstance(session, RestingSession)
+    assert [len(seen.taps[0]) for seen in session.inner.seen] == [8, 8, 3, 1, 1, 1]

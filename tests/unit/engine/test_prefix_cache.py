@@ -174,15 +174,18 @@ def test_a_drafter_takes_the_steps_that_it_would_take_without(drafter: str, tmp_
 
 
 def test_hidden_states_that_were_not_kept(tmp_path: Path) -> None:
-    """A drafter that needs them after one that does not: anew, once; the other way round there is no need."""
+    """Who cannot do without them runs what lacks them, once; others go on from the keys."""
     target, prompt, kept = target_of("llama"), prompt_of(40), PrefixCache()
+    reader, plain = Spy(Oracle(prompt, VOCAB)), Engine(target, None)
+    reader.taps = frozenset({1})
+    needy = Engine(target, None, reader, **SIZES)
     medusa = Engine(target, None, settings_of("medusa", target, tmp_path)[0], **SIZES)
     reused = []
-    for engine in (Engine(target, None), medusa, medusa, Engine(target, None), medusa):
+    for engine in (plain, needy, needy, plain, needy, plain, medusa, medusa):
         out = engine.generate(prompt, 8, prefix_cache=kept)
         assert out.token_ids == greedy("llama", prompt, 8)
         reused.append(out.stats.reused_tokens)
-    assert reused == [0, 0, 39, 39, 0]
+    assert reused == [0, 0, 39, 39, 0, 39, 39, 39]
 
 
 def test_hidden_states_of_a_step_that_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +203,7 @@ def test_hidden_states_of_a_step_that_was_missed(monkeypatch: pytest.MonkeyPatch
                 decoding.step()
         while decoding.finish_reason is None:
             decoding.step()
-    assert engine.generate(decoding.tokens, 1, prefix_cache=kept).stats.reused_tokens == 0
+    assert engine.generate(decoding.tokens, 1, prefix_cache=kept).stats.reused_tokens == 19  # the prompt's
 
 
 @pytest.mark.few(1)
@@ -263,7 +266,7 @@ def _factor(model: Any) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", [_weight, _embedding, _hook, _factor])
 def test_a_model_that_was_changed_begins_anew(change: Callable[[Any], None]) -> None:
-    """The model's own modules follow edits; keys and values from before would not."""
+    """The model's forward follows an edit; kept keys and values do not. After a hook the user calls ``clear``."""
     model, prompt, kept = new_model("llama"), prompt_of(20), PrefixCache()
     engine = Engine(TransformersTarget(model), None)
     engine.generate(prompt, 4, prefix_cache=kept)
@@ -271,6 +274,8 @@ def test_a_model_that_was_changed_begins_anew(change: Callable[[Any], None]) -> 
     model.train()  # which changes nothing here
     assert engine.generate(prompt, 4, prefix_cache=kept).stats.reused_tokens == 19
     change(model)
+    if change in (_hook, _factor):
+        kept.clear()
     fresh = engine.generate(prompt, 20)
     again = engine.generate(prompt, 20, prefix_cache=kept)
     assert (again.stats.reused_tokens, again.token_ids) == (0, fresh.token_ids)

@@ -16,8 +16,8 @@ from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
-from tests.fakes import Reciter
-from tests.models import FAMILIES, greedy, new_model, prompt_of, settings_of, target_of
+from tests.fakes import Oracle, Reciter, Spy
+from tests.models import FAMILIES, VOCAB, greedy, new_model, prompt_of, settings_of, target_of
 
 LARGE = 1 << 30
 SYSTEM = [7, 3, 9, 4, 8, 2, 6, 5, 1, 7, 7, 2]
@@ -202,14 +202,38 @@ def test_windows_go_on_from_the_longest_beginning_whose_keys_are_there(family: s
 
 
 def test_hidden_states_are_kept_where_a_drafter_wants_them(tmp_path: Path) -> None:
+    """Who cannot do without them runs what lacks them; theirs are added to what a text without them left."""
     target, prompt, tree = target_of("llama"), prompt_of(40), PrefixTree(LARGE)
+    plain, reader = Engine(target, None), Spy(Oracle(prompt, VOCAB))
+    reader.taps = frozenset({1})
+    needy = Engine(target, None, reader, max_rows=24)
     medusa = Engine(target, None, settings_of("medusa", target, tmp_path)[0], max_rows=24)
     counts = list[int]()
-    for engine in (Engine(target, None), medusa, medusa, Engine(target, None), medusa):
+    for engine in (plain, medusa, needy, needy, plain, needy, medusa):
         found = engine.generate(prompt, 8, prefix_cache=tree)
         assert found.token_ids == greedy("llama", prompt, 8)
         counts.append(found.stats.reused_tokens)
-    assert counts == [0, 0, 39, 39, 39]  # the second text's are added to what the first one left
+    assert counts == [0, 39, 0, 39, 39, 39, 39]
+
+
+def test_hidden_states_behind_unknown_ones_are_not_given() -> None:
+    """As where there was no room for those of a node, and for those of one below it."""
+    target, prompt, tree = target_of("llama"), prompt_of(40), PrefixTree(LARGE)
+    reader = Spy(Oracle(prompt, VOCAB))
+    reader.taps = frozenset({1})
+    engine = Engine(target, None, reader, max_rows=24)
+    for text in (prompt, [*prompt[:20], 3]):  # the second one splits the first one's node
+        engine.generate(text, 2, prefix_cache=tree)
+
+    def begun() -> tuple[int, list[int]]:
+        cache = target.new_cache(capacity=60, rows=24)
+        _, hidden = tree.begin(target, cache, [*prompt, 5], {1}, forgoes=True)
+        return cache.length, [len(rows) for rows in hidden.values()]
+
+    assert begun() == (40, [40])
+    tree._running.clear()
+    next(node for node in tree._nodes() if not node.start).taps.clear()
+    assert begun() == (40, [])
 
 
 def test_a_model_that_was_changed_begins_anew() -> None:

@@ -30,16 +30,16 @@ def test_taps_are_the_model_s_hidden_states(family: str) -> None:
         out = fresh(target).run(TEXT, taps=(0, 1, 2, FINAL))
     ids = torch.tensor([TEXT])
     own = model_of(family)(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
-    assert set(out.taps) == {0, 1, 2, FINAL}
+    assert set(out.hidden) == {0, 1, 2, FINAL}
     for tap, states in zip((0, 1, 2, FINAL), own.hidden_states, strict=True):
-        torch.testing.assert_close(out.taps[tap], states[0], **NEAR)
+        torch.testing.assert_close(out.hidden[tap], states[0], **NEAR)
     assert out.logits is not None
     torch.testing.assert_close(out.logits, own.logits[0], **NEAR)
-    torch.testing.assert_close(target.head(out.taps[FINAL]), own.logits[0], **NEAR)
+    torch.testing.assert_close(target.head(out.hidden[FINAL]), own.logits[0], **NEAR)
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 @torch.inference_mode()
 def test_a_walk_in_two_parts(family: str, layer: int) -> None:
     """Out after some layers, in again with their hidden states: the logits of one walk, and the same cache."""
@@ -49,7 +49,7 @@ def test_a_walk_in_two_parts(family: str, layer: int) -> None:
         expected = whole.run(TEXT)
         early = parts.run(TEXT, exit_layer=layer)
         assert (early.logits is None) == (layer < 3)
-        late = parts.run(TEXT, entry=Entering(layer, early.hidden))
+        late = parts.run(TEXT, entry=Entering(layer, early.out))
     assert late.logits is not None
     assert expected.logits is not None
     assert torch.equal(late.logits, expected.logits)

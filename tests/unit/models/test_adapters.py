@@ -105,5 +105,5 @@ def test_an_adapter_that_is_switched_after_the_engine_was_built(name: str, switc
         try:
             assert engine.generate(PROMPT, NEW, prefix_cache=kept).token_ids == expected
         except TargetError as refused:
-            assert "was changed after its transformers layers were made" in str(refused)  # noqa: PT017
+            assert "was changed after its modules runner was made" in str(refused)  # noqa: PT017
             assert "gone" in switch

@@ -178,8 +178,15 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "_update_model_kwargs_for_generation of this Updates is Updates's own",
     ),
     "a class that samples": (set_class(Samples), "_sample of this Samples is Samples's own"),
+}
+AROUND: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a class that is called": (set_class(Calls), "__call__ of this Calls is Calls's own"),
     "a forward": (set_forward, "the forward of this LlamaForCausalLM was replaced by set_forward.*lambda"),
+    "a decoder's forward": (set_decoder_forward, "the forward of this LlamaModel was replaced by"),
+    "a decoder's hook": (
+        lambda model: model.model.register_forward_hook(lambda *given: None),
+        "this LlamaModel has the forward hook",
+    ),
     "a hook": (
         lambda model: model.register_forward_hook(lambda module, given, output: fewer(output)),
         "this LlamaForCausalLM has the forward hook .*put it on a module inside",
@@ -198,7 +205,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:.*attention_mask")
-def test_what_is_done_around_the_layers_is_refused(change: str) -> None:
+def test_what_is_done_around_the_model_is_refused(change: str) -> None:
     """Targets that were made before see it, too, whichever check says so first."""
     model: Any = new_model("llama")
     before = TransformersTarget(model)
@@ -214,28 +221,23 @@ def test_what_is_done_around_the_layers_is_refused(change: str) -> None:
         assert isinstance(Engine(before).generate_batch([PROMPT])[0].error, TargetError)
 
 
-WITHIN: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a forward": (set_decoder_forward, "the forward of this LlamaModel was replaced by"),
-    "a hook": (
-        lambda model: model.model.register_forward_hook(lambda *given: None),
-        "this LlamaModel has the forward hook",
-    ),
-}
-
-
-@pytest.mark.parametrize("change", WITHIN)
-def test_what_is_done_around_a_decoder_is_followed_by_whole_forwards(change: str) -> None:
-    """A target that was made before refuses it."""
+@pytest.mark.few(4)
+@pytest.mark.parametrize("change", AROUND)
+def test_what_is_done_around_the_layers_is_followed_by_whole_forwards(change: str) -> None:
+    """Whether the target was made before or afterwards; fused layers refuse it."""
     model: Any = new_model("llama")
-    before = TransformersTarget(model)
-    apply, message = WITHIN[change]
+    before, fused = TransformersTarget(model), TransformersTarget(model, execution="fused")
+    apply, message = AROUND[change]
     apply(model)
-    target = TransformersTarget(model)
-    assert target.runner.name == "modules"
-    assert message in target.plan.reason
-    assert Engine(target, drafter="lookahead").generate(PROMPT, 8).token_ids == reference(model, PROMPT, 8)
+    expected = reference(model, PROMPT, 8)
+    for target in (before, TransformersTarget(model)):
+        assert target.runner.name == "modules"
+        assert Engine(target, drafter="lookahead").generate(PROMPT, 8).token_ids == expected
+    assert text(model, custom_generate=loop(target=before), max_new_tokens=8) == expected
+    with pytest.raises(ConfigError, match=f"execution='fused' cannot run this model: .*{message}"):
+        TransformersTarget(model, execution="fused")
     with pytest.raises(TargetError):
-        Engine(before).generate(PROMPT, 4)
+        Engine(fused).generate(PROMPT, 4)
 
 
 def test_a_patch_of_the_class_itself(monkeypatch: pytest.MonkeyPatch) -> None:

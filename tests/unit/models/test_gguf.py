@@ -292,6 +292,19 @@ def test_pieces_of_one_score_are_refused(tmp_path: Path) -> None:
         load_tokenizer(file)
 
 
+def test_a_file_is_known_by_its_first_bytes_and_in_a_folder(file: Path, tmp_path: Path) -> None:
+    blob, folder = tmp_path / "sha256-6c1a", tmp_path / "own"
+    folder.mkdir()
+    for place in (blob, folder / "a.gguf"):
+        place.write_bytes(file.read_bytes())
+    expected = Engine.from_pretrained(file).generate("\n\n1", 4).token_ids
+    for place in (blob, folder):
+        assert Engine.from_pretrained(place).generate("\n\n1", 4).token_ids == expected
+    (folder / "b.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"own' holds 2 GGUF files, a\.gguf, b\.gguf; give one of them"):
+        load(folder)
+
+
 @pytest.mark.parametrize("keep", [0, 3, 20, 3000, -1])
 def test_a_file_cut_short(file: Path, tmp_path: Path, keep: int) -> None:
     cut = tmp_path / "cut.gguf"
@@ -322,12 +335,6 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
 def test_an_architecture_that_cannot_be_driven(tmp_path: Path, architecture: str, message: str) -> None:
     with pytest.raises(SpecdecError, match=message):
         load(write_gguf(tmp_path / "other.gguf", new_llama(), architecture=architecture))
-
-
-def test_scaled_frequencies_are_refused(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "a.gguf", new_llama(), change=lambda writer: writer.add_rope_scaling_factor(4.0))
-    with pytest.raises(CheckpointError, match=r"a\.gguf' scales its rotary frequencies .*factor 4\.0"):
-        load(file)
 
 
 def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from gguf import Keys
 
 from specdec.errors import CheckpointError, SpecdecError, SpecdecWarning
 from specdec.models.loading import load_model
-from tests.gguf_families import ARCHITECTURES, CONTEXT, DIM, VOCABULARY, WIDTH, settings_of, write_family
+from tests.gguf_families import ARCHITECTURES, CONTEXT, DIM, VOCABULARY, settings_of, write_family
 from tests.llama_cpp import LlamaCpp, apart, log_probabilities
 
 PROMPTS = [[7, 3, 9], [*range(5, CONTEXT - 4)]]  # the second is longer than the windows
-GELU = ("gemma2", "gemma3", "starcoder2")  # which llama.cpp has as a table in float16
+GELU = ("gemma", "gemma2", "gemma3", "starcoder2")  # which llama.cpp has as a table in float16
 Said = dict[str, Any]
 
 
@@ -64,6 +64,23 @@ _READ: list[tuple[str, Said]] = [  # what moves llama.cpp's logits, and is read 
     ("starcoder2", {"rope.freq_base": 1e6}),
     ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
     ("phi3", {"rope.freq_base": None}),
+    ("phi3", {"rope.dimension_count": 8}),
+    ("llama", {"rope.scale_linear": 4.0}),
+    ("llama", {"rope.scaling.factor": 4.0}),
+    ("llama", {"rope.scaling.attn_factor": 2.0}),
+    ("mixtral", {"rope.scaling.factor": 4.0}),
+    ("granite", {"logit_scale": 2.0}),
+    ("granite", {"residual_scale": None}),
+    ("granite", {"embedding_scale": None}),
+    ("granite", {"attention.scale": None}),
+    ("qwen2moe", {"expert_used_count": 1}),
+    ("olmo2", {"attention.sliding_window": 8}),
+    ("cohere2", {"attention.sliding_window_pattern": 2}),
+    ("cohere2", {"logit_scale": 0.7}),
+    ("command-r", {"logit_scale": None}),
+    ("gemma", {"rope.freq_base": None}),
+    ("glm4", {"rope.dimension_count": 8}),
+    ("hunyuan-dense", {"rope.scaling.alpha": 9.0}),
 ]
 
 
@@ -83,10 +100,12 @@ def test_settings_are_read(family: str, settings: Said, llama_cpp: LlamaCpp, tmp
 
 
 _REFUSED: list[tuple[str, Said, str]] = [  # what moves llama.cpp's logits or is refused by it, and is refused by name
-    ("llama", {"rope.scale_linear": 4.0}, r"scales its rotary frequencies .*factor 4\.0"),
-    ("llama", {"rope.scaling.factor": 4.0}, "scales its rotary frequencies"),
-    ("llama", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "scales its rotary frequencies"),
-    ("llama", {"rope.scaling.attn_factor": 2.0}, "says llama.rope.scaling.attn_factor 2.0, and only 1.0 is read"),
+    (
+        "llama",
+        {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0},
+        "scales its rotary frequencies .*longrope",
+    ),
+    ("glm4", {"rope.dimension_sections": [4, 2, 2, 0]}, "dimension_sections .4, 2, 2, 0., and only text"),
     ("llama", {"attention.causal": False}, "says llama.attention.causal False"),
     ("llama", {"attention.layer_norm_rms_epsilon": None}, "does not say llama.attention.layer_norm_rms_epsilon"),
     ("llama", {"context_length": None}, "does not say llama.context_length"),
@@ -94,7 +113,6 @@ _REFUSED: list[tuple[str, Said, str]] = [  # what moves llama.cpp's logits or is
     ("llama", {"attention.head_count_kv": [2, 2, 4]}, "head_count_kv .2, 2, 4., and a number is needed"),
     ("llama", {"attention.value_length": 8}, "says llama.attention.value_length 8, and only 16 is read"),
     ("gemma2", {"rope.freq_base_swa": 300.0}, "says gemma2.rope.freq_base_swa 300.0, and only 5000.0 is read"),
-    ("phi3", {"rope.dimension_count": 8}, "says phi3.rope.dimension_count 8, and only 16 is read"),
 ]
 
 
@@ -120,11 +138,16 @@ _COMMON = {  # that llama.cpp reads of every architecture, and an error names wh
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa", "embedding_length_out"),
     "pooling_type",
 }
+_WINDOWS = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
 _OWN = {  # that an architecture reads
-    "gemma2": {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "rope.freq_base_swa"}
-    | {"attention.sliding_window_pattern"},
-    "gemma3": {"attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa"}
-    | {"attention.sliding_window_pattern"},
+    "gemma2": {*_WINDOWS, "attn_logit_softcapping", "final_logit_softcapping"},
+    "gemma3": {*_WINDOWS, "final_logit_softcapping"},
+    "olmo2": _WINDOWS,
+    "cohere2": _WINDOWS,
+    "exaone4": _WINDOWS,
+    "glm4": {"rope.dimension_sections"},
+    "ernie4_5": {"rope.dimension_sections"},
+    "hunyuan-dense": {"rope.dimension_sections", "rope.scaling.alpha"},
     "qwen3moe": {"expert_feed_forward_length"},
     "phi3": {"attention.sliding_window"},
 }
@@ -164,20 +187,18 @@ def test_settings_that_an_architecture_does_not_read_change_nothing(
 
 _TENSORS: list[tuple[str, dict[str, tuple[int, ...] | None], str]] = [
     (
-        "llama",
-        {f"blk.{n}.attn_q.bias": (64,) for n in range(3)},
-        "3 tensors that are biases, such as blk.0.attn_q.bias",
+        "qwen3",
+        {f"blk.{n}.ffn_up.bias": (80,) for n in range(3)},
+        "3 tensors that are biases, such as blk.0.ffn_up.bias",
     ),
-    ("llama", {f"blk.{n}.attn_output.bias": (WIDTH,) for n in range(3)}, "are biases"),
-    ("llama", {f"blk.{n}.ffn_up.bias": (80,) for n in range(3)}, "are biases"),
     ("llama", {"blk.1.ffn_down.scale": (1,)}, "scale weights that were quantised as NVFP4 or BitNet"),
     ("llama", {"output.scale": (1,)}, "scale weights that were quantised"),
-    ("llama", {"rope_freqs.weight": (DIM // 2,)}, "scale the rotary frequencies, such as rope_freqs.weight"),
+    ("qwen2", {"rope_freqs.weight": (DIM // 2,)}, "scale the rotary frequencies, such as rope_freqs.weight"),
+    ("llama", {"rope_freqs.weight": (DIM,)}, "has 16 numbers in rope_freqs.weight, not 8"),
     ("llama", {"blk.0.attn_q_norm.weight": (DIM,)}, "'llama' does not read here, such as blk.0.attn_q_norm.weight"),
     ("llama", {"sundry.weight": (4,)}, "does not read here, such as sundry.weight"),
     ("llama", {"blk.2.ffn_up.weight": None}, "1 missing, such as model.layers.2.mlp.up_proj.weight"),
     ("qwen2", {"output.bias": (VOCABULARY,)}, "are biases, such as output.bias"),
-    ("qwen3moe", {"blk.0.ffn_gate_up_exps.weight": (4, 96, 64)}, "are gate and up of experts in one"),
     ("phi3", {"rope_factors_long.weight": (8,), "rope_factors_short.weight": (8,)}, "scale the rotary frequencies"),
 ]
 
@@ -192,6 +213,44 @@ def test_tensors_that_are_not_read_are_refused(
     file = write_family(tmp_path / "a.gguf", family, tensors=tensors)
     with pytest.raises(CheckpointError, match=rf"a\.gguf'.*{message}"):
         load_model(file, dtype="float32", device=None, device_map=device_map, trust_remote_code=False)
+
+
+def test_experts_of_gate_and_up_in_one(tmp_path: Path) -> None:
+    file = write_family(tmp_path / "a.gguf", "qwen3moe", tensors={"blk.0.ffn_gate_up_exps.weight": (4, 96, 64)})
+    with pytest.raises(CheckpointError, match="are gate and up of experts in one"):
+        load(file)
+
+
+_WRONG: list[tuple[str, Said, str]] = [
+    *(
+        (family, {"expert_used_count": count}, f"has 4 experts, of which a token goes to {count}")
+        for family in ("mixtral", "qwen2moe", "qwen3moe")
+        for count in (0, 5)
+    ),
+    ("phi3", {"rope.dimension_count": 7}, "turns 7 of the 16 values of a head"),
+    ("glm4", {"rope.dimension_count": 32}, "turns 32 of the 16 values of a head"),
+    ("phi3", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "which is not read of phi3"),
+    ("llama", {"rope.scaling.attn_factor": 0.0}, "it has no positions"),
+    ("llama", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.freq_base": 1.0}, "it has no positions"),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "message"), _WRONG, ids=str)
+def test_settings_that_no_model_has(family: str, settings: Said, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(write_family(tmp_path / "a.gguf", family, settings))
+
+
+def test_a_trained_length_of_nought_is_the_context_s(tmp_path: Path) -> None:
+    said = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    files = [
+        write_family(tmp_path / f"{n}.gguf", "llama", {**said, "rope.scaling.original_context_length": length})
+        for n, length in enumerate((0, CONTEXT))
+    ]
+    found, expected = (own_logits(file) for file in files)
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
 
 
 def test_settings_that_are_not_known(tmp_path: Path) -> None:

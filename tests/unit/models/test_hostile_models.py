@@ -275,7 +275,7 @@ def test_weights_that_are_no_numbers_are_named(folder: Path, name: str, value: f
 def test_a_model_without_layers_or_head() -> None:
     model: Any = new_model("llama")
     model.model.layers = torch.nn.ModuleList()
-    with pytest.raises(TargetError, match="LlamaForCausalLM has no layers"):
+    with pytest.raises(TargetError, match="LlamaForCausalLM gives its cache no keys and values"):
         TransformersTarget(model)
     model = new_model("llama")
     with pytest.raises(TargetError, match=r"has no embedding and head of its own; load a \.\.\.ForCausalLM"):

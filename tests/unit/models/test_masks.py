@@ -69,7 +69,8 @@ def test_windows_that_only_the_mask_knows(kind: str, options: dict[str, Any], wi
     model, prompt = new_model(kind, **options), prompt_of(40)
     expected = reference(model, prompt, 30)
     target = TransformersTarget(model)
-    assert [spec.window for spec in target.specs] == windows
+    read = target._with_windows(target._read_specs(target._maker(owned=False), 3), 3)
+    assert [spec.window for spec in read] == windows
     for drafter in ("none", "prompt_lookup"):
         assert Engine(target, drafter=drafter).generate(prompt, 30).token_ids == expected
     assert not any(layer._forward_pre_hooks for layer in target.layers)

@@ -88,6 +88,7 @@ def folder_of(place: Path, *, ends: Any = 1, family: str = "Llama", **changes: A
     [
         ("Llama", {}),
         ("Llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 3e5}}),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
         ("Mistral", {"sliding_window": None, "rms_norm_eps": 0.03}),
         ("Qwen2", {"vocab_size": 4112, "ends": [1, 4096]}),
         ("Qwen3", {"head_dim": 32, "rms_norm_eps": 0.03}),
@@ -134,7 +135,6 @@ def test_ends_by_name_are_warned_of(tmp_path: Path) -> None:
         ({"family": "Mistral", "sliding_window": 16}, "has attention within a window of 16 tokens"),
         ({"family": "Qwen3", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "window of 16"),
         ({"hidden_act": "gelu"}, "has the activation 'gelu', and llama.cpp computes silu"),
-        ({"attention_bias": True}, "8 tensors that are biases"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "scales its rotary"),
         ({"ends": [1, 7, 9, 11, 12]}, r"ends an answer at 5 tokens, and GGUF has keys for three: \[11, 12\] would be"),
         ({"family": "Qwen2"}, r"has '<\|endoftext\|>' at 4096, and the model has rows for 4096 tokens"),

@@ -1,16 +1,16 @@
-"""The self-check: a model that does with its layers what specdec would not do is refused."""
+"""The self-check: a model that does with its layers what specdec would not do is run as a whole, or refused."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from specdec import TransformersTarget
-from tests.models import new_model
+from specdec import Engine, TransformersTarget
+from specdec.errors import ConfigError, TargetError
+from tests.models import new_model, prompt_of, reference
 
 
 @pytest.mark.few(2)
@@ -28,8 +28,22 @@ def test_a_model_that_runs_its_layers_otherwise_is_not_walked(dtype: torch.dtype
             finally:
                 self.layers = layers
 
-    TransformersTarget(model)
+    TransformersTarget(model, execution="fused")
     decoder.__class__ = Otherwise
+    with pytest.raises(ConfigError, match=r"the layer walk differs from the model's own forward by .* is rounding"):
+        TransformersTarget(model, execution="fused")
     target = TransformersTarget(model)
     assert target.runner.name == "modules"
-    assert re.search(r"the layer walk differs from the model's own forward by .* is rounding", target.plan.reason)
+    prompt = prompt_of(9)
+    assert Engine(target, drafter="lookahead").generate(prompt, 9).token_ids == reference(model, prompt, 9)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_forward_that_heeds_no_mask_is_refused(dtype: torch.dtype) -> None:
+    """Its own mask is all that its layers see, so that rows of a tree see each other."""
+    model: Any = new_model("llama", dtype)
+    forward = model.model.forward
+    model.model.forward = lambda *given, **options: forward(*given, **{**options, "attention_mask": None})
+    with pytest.raises(TargetError, match=r"own forward over a tree are not those of each path: by .* is rounding"):
+        TransformersTarget(model)

@@ -16,14 +16,15 @@ from drafters.kangaroo.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.native import library as native
-from specdec.native import scores as scores_module
 from specdec.native import types
-from specdec.native.scores import Stored, draw, largest, weighed
+from specdec.native.scores import Stored, draw, weighed
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.linear import HeadOf, PackedWeight, TiedEmbedding, linear_kernel
 from specdec.sampling.noise import Noise
 from specdec.sampling.sampler import Sampler
+from specdec.step import step_output
 from specdec.step.step_io import Draws, Entering
+from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
 from specdec.target import FINAL, run_steps
 from tests import models, seam
@@ -245,7 +246,7 @@ def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(
                 for row in path:
                     output = plain(alone, tree.tokens[row])
                     assert torch.equal(output.logits[0], logits.logits[row]), (length, row)
-                    assert torch.equal(output.taps[2][0], logits.taps[2][row]), (length, row)
+                    assert torch.equal(output.hidden[2][0], logits.hidden[2][row]), (length, row)
 
 
 @pytest.mark.few(1)
@@ -283,7 +284,7 @@ def test_a_walk_in_two_parts_is_the_whole_walk_bit_for_bit(dtype: torch.dtype) -
     target, tokens = native_target("qwen3", dtype), models.prompt_of(9)
     with target.active():
         expected, parted = seam.text(target).run(tokens).logits, seam.text(target)
-        shallow = parted.run(tokens, exit_layer=2).hidden
+        shallow = parted.run(tokens, exit_layer=2).out
         found = parted.run(tokens, entry=Entering(2, shallow)).logits
     assert torch.equal(found, expected)
 
@@ -301,16 +302,16 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, top_k: 
         whole = own.run(tokens, taps=(FINAL,), top_k=top_k)
         part = own.run(tokens, rows=(1, 3), top_k=top_k)
         assert own.run(tokens, taps=(FINAL,), rows=()).logits is None
-        assert torch.equal(target.head(whole.taps[FINAL]), whole.logits)
+        assert torch.equal(target.head(whole.hidden[FINAL]), whole.logits)
         assert torch.equal(part.logits, whole.logits[[1, 3]])
-        assert whole.scores(None).largest() == whole.logits.argmax(-1).tolist()
-        assert part.scores((1, 3)).part(1, 2).largest() == whole.logits[3:].argmax(-1).tolist()
+        assert whole.best == whole.logits.argmax(-1).tolist()
+        assert part.select([3], None).best == whole.logits[3:].argmax(-1).tolist()
         for value, found in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
             hidden = torch.full((4, target.hidden_size), value, dtype=dtype)
             with torch.no_grad():
                 entry = Entering(target.num_layers, hidden)
                 entered = own.run(tokens, entry=entry, rows=(2,), top_k=top_k)
-            assert entered.scores((2,)).largest() == [found], value
+            assert entered.best == [found], value
 
 
 @needs_compiler
@@ -324,7 +325,7 @@ def test_tokens_are_embedded_in_the_same_call(dtype: torch.dtype) -> None:
         found = own.run(tokens, taps=(0,))
         embedded = target.embed(tokens)
         assert torch.equal(embedded, target.model.get_input_embeddings().weight[tokens])
-        assert torch.equal(found.taps[0], embedded)
+        assert torch.equal(found.hidden[0], embedded)
         assert torch.equal(own.run(tokens, entry=Entering(0, embedded)).logits, found.logits)
         for none in (101, -1):
             with pytest.raises(IndexError, match="no embedding for one of its tokens"):
@@ -349,10 +350,10 @@ def test_the_likeliest_tokens_are_found_with_the_logits(
             outputs = [*run_steps(target, parts), target.forward(parts[0])]
     finally:
         torch.set_num_threads(before)
-    find = scores_module._find
-    monkeypatch.setattr(scores_module, "_find", None)
-    for output, rows in zip(outputs, (None, (1,), None), strict=True):
-        own, order = output.scores(rows), output.logits.sort(descending=True, stable=True)
+    monkeypatch.setattr(step_output, "weighed", None)
+    for own, rows in zip(outputs, (None, [1], None), strict=True):
+        order = own.logits.sort(descending=True, stable=True)
+        assert own.rows == rows
         assert own.top_k(8) == order.indices[:, :8].tolist()
         tokens, logits = own.weighed(32)
         assert [row.tolist() for row in tokens] == order.indices[:, :32].tolist()
@@ -361,11 +362,8 @@ def test_the_likeliest_tokens_are_found_with_the_logits(
             assert own.select([2, 0], None).top_k(3) == order.indices[[2, 0], :3].tolist()
         with pytest.raises(TypeError):  # of more than were asked for
             own.top_k(33)
-    monkeypatch.setattr(scores_module, "_find", find)
-    assert (
-        outputs[0].scores(None).top_k(40)
-        == outputs[0].logits.sort(descending=True, stable=True).indices[:, :40].tolist()
-    )
+    monkeypatch.undo()
+    assert outputs[0].top_k(40) == outputs[0].logits.sort(descending=True, stable=True).indices[:, :40].tolist()
 
 
 @needs_compiler
@@ -382,15 +380,18 @@ def test_a_row_s_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
         scores[5] = torch.linspace(-1, 1, size)  # each one larger than all before it
         expected = scores.sort(descending=True, stable=True).indices
         for count in (1, 8, 20):
-            assert largest(scores, None, count) == expected[:, :count].tolist(), (size, count)
-            assert largest(scores, (5, 1, 1), count) == expected[[5, 1, 1], :count].tolist(), (size, count)
             stored = Stored(scores.data_ptr(), 6, size, dtype is torch.bfloat16).part(2, 4)
-            places, values = weighed(stored, None, count) or ([], [])
-            assert [row.tolist() for row in places] == expected[2:, :count].tolist(), (size, count)
-            found = torch.tensor([row.tolist() for row in values], dtype=dtype)
-            assert torch.equal(found.nan_to_num(), scores[2:].gather(1, expected[2:, :count]).nan_to_num())
-    assert largest(scores.double(), None, 1) is None
-    assert largest(scores[:, ::2], None, 1) is None
+            for rows, (places, values) in (
+                (range(6), weighed(scores, None, count) or ([], [])),
+                ((5, 1, 1), weighed(scores, (5, 1, 1), count) or ([], [])),
+                (range(2, 6), weighed(stored, None, count) or ([], [])),
+            ):
+                best = expected[[*rows], :count]
+                assert [row.tolist() for row in places] == best.tolist(), (size, count)
+                found = torch.tensor([row.tolist() for row in values], dtype=dtype)
+                assert torch.equal(found.nan_to_num(), scores[[*rows]].gather(1, best).nan_to_num())
+    assert weighed(scores.double(), None, 1) is None
+    assert weighed(scores[:, ::2], None, 1) is None
 
 
 @needs_compiler
@@ -456,15 +457,14 @@ def test_what_comes_next_is_drawn_with_the_logits(dtype: torch.dtype, threads: i
                     asked = seam.asked(rows=rows, top_k=top_k)
                     asked["wanted"] = replace(asked["wanted"], draws=draws)
                     parts.append(own.rows(ids, **asked))
-                together = run_steps(target, parts)
-                first, none, last = (output.scores(rows) for output, rows in zip(together, wanted, strict=True))
-                alone = target.forward(parts[0]).scores(None)
+                first, none, last = run_steps(target, parts)
+                alone = target.forward(parts[0])
                 for scores in (first, alone):
-                    assert scores.target_token(0) == noise.drawn(scores.logits[0], position, 0.8)
-                    assert scores.target_token(1) is scores.target_token(2) is None
-                assert none.target_token(0) is none.target_token(1) is None
-                assert last.target_token(0) == noise.drawn(last.logits[0], position + 1, 1.5)
-                assert last.target_token(2) is None
+                    assert scores.decided(0) == noise.drawn(scores.logits[0], position, 0.8)
+                    assert scores.decided(1) is scores.decided(2) is None
+                assert none.decided(0) is none.decided(1) is None
+                assert last.decided(0) == noise.drawn(last.logits[0], position + 1, 1.5)
+                assert last.decided(2) is None
     finally:
         torch.set_num_threads(before)
 
@@ -476,13 +476,13 @@ def test_no_second_look_is_taken_for_the_first_draw(drafter: str, monkeypatch: p
     """And the text is the one that such looks give; where processors change logits, none are drawn with them."""
     target, looks = native_target("llama", torch.bfloat16, vocab_size=200), list[int]()
     engine = Engine(target, None, drafter, policy="off")
-    drawn = Noise.drawn
+    draw = StepOutput.draw
 
-    def counted(self: Noise, scores: Any, position: int, temperature: float = 1.0) -> int | None:
-        looks.append(position)
-        return drawn(self, scores, position, temperature)
+    def counted(self: StepOutput, row: int, key: int, temperature: float) -> int | None:
+        looks.append(row)
+        return draw(self, row, key, temperature)
 
-    monkeypatch.setattr(Noise, "drawn", counted)
+    monkeypatch.setattr(StepOutput, "draw", counted)
     hot, prompt = SamplingParams(temperature=0.7, seed=5), [3, 4, 5, 3, 4, 5, 3]
     found = engine.generate(prompt, 40, hot)
     assert len(looks) == len(found.token_ids) - len(found.steps), "one of each step's tokens needs none"

@@ -10,6 +10,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import Engine, TransformersTarget
+from specdec.errors import ConfigError, TargetError
 from specdec.runners.boundary_ops import Joint, Joints
 from tests.models import BOS, VOCAB, prompt_of, reference
 
@@ -109,8 +110,10 @@ def test_forms_that_a_joint_may_have(change: Any, steps: Any) -> None:
     model.change, prompt = change, prompt_of(9)
     target = TransformersTarget(model)
     if steps == "refused":
-        assert "between head and logits that is no multiple and no soft cap" in target.plan.reason
-        assert target.runner.name == "modules"
+        with pytest.raises(
+            TargetError, match=r"between head and logits that is no multiple and no soft cap.*tokens alone"
+        ):
+            target.head(torch.ones(1, target.hidden_size, dtype=torch.float64))
     else:
         joint = target.joints.logits
         assert joint.steps == steps or steps is None
@@ -123,7 +126,8 @@ def test_a_norm_that_is_used_twice_does_not_hide_a_joint() -> None:
     """NanoChat norms its embedding, by the module that is its last norm."""
     options = {"final_logit_softcapping": 8.0}
     target = TransformersTarget(new_model("NanoChat", **options))
-    assert "NanoChatForCausalLM does something between embedding and layers" in target.plan.reason
+    with pytest.raises(TargetError, match="NanoChatForCausalLM does something between embedding and layers"):
+        target.embed([3])
 
 
 def test_without_steps_nothing_is_computed() -> None:
@@ -142,6 +146,7 @@ def test_hooks_are_taken_back_when_the_forward_fails() -> None:
             raise RuntimeError("broken")
 
     hook = model.model.layers[1].mlp.register_forward_hook(fails)
-    assert "cannot be walked layer by layer: RuntimeError: broken" in TransformersTarget(model).plan.reason
+    with pytest.raises(ConfigError, match="cannot be walked layer by layer: RuntimeError: broken"):
+        TransformersTarget(model, execution="fused")
     hook.remove()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

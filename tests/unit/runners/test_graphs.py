@@ -17,11 +17,12 @@ import torch
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.drafting.registry import drafter_names
-from specdec.engine import device_step
+from specdec.engine import verification
 from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import CacheError, SpecdecWarning, TargetError
+from specdec.runners import sent_rows
 from specdec.runners.cuda import CudaRunner
 from specdec.runners.graphs import CudaRecorder
 from specdec.runners.runner import LayerRunner
@@ -32,7 +33,7 @@ from specdec.step.step_io import Entering, Wanted
 from specdec.target import FINAL
 from tests import seam
 from tests.launching import Recorder, fused, launch
-from tests.models import VOCAB, new_model, prompt_of, reference, settings_of
+from tests.models import OF_LAYERS, VOCAB, new_model, prompt_of, reference, settings_of
 from tests.tiers import turns
 
 SIZES = {"max_position_embeddings": 2048}
@@ -45,6 +46,11 @@ PROMPT, NEW = prompt_of(20), 24
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return launch(monkeypatch)
+
+
+def on_modules(options: dict[str, Any]) -> Any:
+    """A drafter whose text is the same, where a whole forward runs no layers alone."""
+    return "none" if options["name"] in OF_LAYERS else options
 
 
 def chain(rows: int) -> list[int]:
@@ -71,10 +77,10 @@ class Both:
 
     def compare(self, outputs: list[Any]) -> None:
         one, other = outputs
-        for name in ("logits", "hidden"):
+        for name in ("logits", "out"):
             assert (getattr(one, name) - getattr(other, name)).abs().max() < 1e-11
-        assert one.taps.keys() == other.taps.keys()
-        assert all((one.taps[tap] - other.taps[tap]).abs().max() < 1e-11 for tap in one.taps)
+        assert one.hidden.keys() == other.hidden.keys()
+        assert all((one.hidden[tap] - other.hidden[tap]).abs().max() < 1e-11 for tap in one.hidden)
         first, second = self.texts
         assert first.length == second.length
         for mine, theirs in zip(first.stored(), second.stored(), strict=True):
@@ -129,15 +135,15 @@ def test_layers_in_parts(recorder: Recorder) -> None:
             early: dict[str, Any] = {"again": again, "exit_layer": 1, "taps": {0, 1}}
             parts = [own.run([tokens[row]], first=row, **early) for row in range(3)]
             parts.append(own.run(tokens[3:], parents, first=3, **early))
-            hidden = torch.cat([part.hidden for part in parts])
+            hidden = torch.cat([part.out for part in parts])
             rest = own.run(draft, again=again, entry=Entering(1, hidden), taps={1, 2})
             found.append((parts, rest, own.run(draft, again=again, taps={1, 2})))
     for mine, theirs in zip(found[0][0], found[1][0], strict=True):
         for tap in (0, 1):
-            assert (mine.taps[tap] - theirs.taps[tap]).abs().max() < 1e-12
+            assert (mine.hidden[tap] - theirs.hidden[tap]).abs().max() < 1e-12
     for mine, theirs in ((found[0][1], found[1][1]), (found[0][2], found[1][2]), (found[0][1], found[0][2])):
         assert (mine.logits - theirs.logits).abs().max() < 1e-12
-    assert found[0][1].taps.keys() == {1, 2}
+    assert found[0][1].hidden.keys() == {1, 2}
 
 
 @pytest.mark.slow
@@ -152,8 +158,8 @@ def test_texts_are_those_of_steps_that_are_launched(
         if drafter in ("kangaroo", "medusa"):
             options = {**options, "check_target": False}  # another object of the same weights
         expected, out = (
-            Engine(one, None, options, max_rows=24, prefill_chunk=16).generate(PROMPT, NEW, sampling)
-            for one in (plain, target)
+            Engine(one, None, own, max_rows=24, prefill_chunk=16).generate(PROMPT, NEW, sampling)
+            for one, own in ((plain, on_modules(options)), (target, options))
         )
         assert out.token_ids == expected.token_ids, options
     assert sum(recorder.replays.values()) - loaded >= len(out.steps)
@@ -197,7 +203,9 @@ def test_texts_of_a_batch_are_those_of_each(
     for options in settings_of(drafter, plain, tmp_path)[:2]:
         if drafter == "kangaroo":
             options = {**options, "check_target": False}
-        expected = [Engine(plain, None, options, max_rows=12).generate(prompt, 12, sampling) for prompt in prompts]
+        expected = [
+            Engine(plain, None, on_modules(options), max_rows=12).generate(prompt, 12, sampling) for prompt in prompts
+        ]
         recorded = len(recorder.made)
         found = Engine(target, None, options, max_rows=12).generate_batch(prompts, 12, sampling, batch=3)
         assert [one.error for one in found] == [None] * 4
@@ -221,18 +229,18 @@ def test_the_head_argmax_and_draws_are_in_the_graph(
     both = zip(prompts, sampling, strict=True)
     expected = [Engine(plain, None, options, max_rows=8).generate(prompt, 16, one).token_ids for prompt, one in both]
     engine, inside, drawn = Engine(target, None, options, max_rows=8), list[bool](), list[bool]()
-    finish, decide = LayerRunner.finish, device_step.decide
+    finish, decide = LayerRunner.finish, verification.decide
 
     def behind(own: Any, hidden: Any, rows: Any, *rest: Any) -> Any:
         inside.append(not rows.again)
         return finish(own, hidden, rows, *rest)
 
-    def decided(sampler: Any, scores: Any, depths: Any) -> Any:
-        drawn.append(bool(depths) and sampler.sample)
-        return decide(sampler, scores, depths)
+    def decided(sampler: Any, output: Any, depths: Any) -> Any:
+        drawn.append(sampler.sample)
+        return decide(sampler, output, depths)
 
     monkeypatch.setattr(LayerRunner, "finish", behind)
-    monkeypatch.setattr(device_step, "decide", decided)
+    monkeypatch.setattr(verification, "decide", decided)
     found = engine.generate_batch(prompts, 16, sampling, batch=4)
     assert [one.error for one in found] == [None] * 4
     assert [one.token_ids for one in found] == expected
@@ -260,12 +268,12 @@ def test_the_walk_and_the_commit_are_in_the_graph(
     if drafter != "token_recycling":
         options["check_target"] = False
     prompts = [prompt_of(size, seed=size) for size in (50, 1, 9, 61)]
-    single = Engine(plain, None, options, max_rows=12)
+    single = Engine(plain, None, on_modules(options), max_rows=12)
     expected = [single.generate(prompt, 20 + 9 * n, sampling).token_ids for n, prompt in enumerate(prompts)]
     ends = [text[len(text) // 2] for text in expected]  # cut in the midst of what a step accepted
     stopped = [text[: text.index(end) + 1] for text, end in zip(expected, ends, strict=True)]
     by_host, by_graph, walks = list[int](), list[int](), list[int]()
-    commit, last_row = KVCache.commit, device_step.last_row
+    commit, last_row = KVCache.commit, sent_rows.last_row
 
     def committed(cache: KVCache, path: Sequence[int]) -> None:
         moved = cache.moved
@@ -274,7 +282,7 @@ def test_the_walk_and_the_commit_are_in_the_graph(
         commit(cache, path)
 
     monkeypatch.setattr(KVCache, "commit", committed)
-    monkeypatch.setattr(device_step, "last_row", lambda *arrays: (walks.append(1), last_row(*arrays))[1])
+    monkeypatch.setattr(sent_rows, "last_row", lambda *arrays: (walks.append(1), last_row(*arrays))[1])
     engine = Engine(target, None, options, max_rows=12)
     found = engine.generate_batch(prompts, [20 + 9 * n for n in range(4)], sampling, batch=3)
     assert [one.token_ids for one in found] == expected
@@ -308,7 +316,10 @@ def test_texts_in_pages_are_plain_decoding_s(
     for options in settings_of(drafter, plain, tmp_path)[:1]:
         if drafter in ("kangaroo", "medusa"):
             options = {**options, "check_target": False}
-        engines = [Engine(one, None, options, max_rows=12, prefill_chunk=40) for one in (plain, target)]
+        engines = [
+            Engine(one, None, own, max_rows=12, prefill_chunk=40)
+            for one, own in ((plain, on_modules(options)), (target, options))
+        ]
         new = [20, 3, 60, 8, 5, 9]
         expected = [engines[0].generate(prompt, count, sampling) for prompt, count in zip(prompts, new, strict=True)]
         kept = PrefixTree(10**7)
@@ -406,7 +417,7 @@ def test_rows_that_a_device_has_moved_do_not_enter_again(recorder: Recorder) -> 
     own, rows = seam.text(target), [3, 5, 4]
     decide = np.ones(3, dtype=np.bool_)
     with target.active():
-        entry = Entering(1, own.run(rows, [-1, 0, 0], exit_layer=1).hidden)
+        entry = Entering(1, own.run(rows, [-1, 0, 0], exit_layer=1).out)
         step = own.rows(rows, [-1, 0, 0], wanted=Wanted(decide=decide))
         first = target.forward(step)
         assert step.texts[0].moved
@@ -430,7 +441,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
     expected = reference(target.model, PROMPT, 12)
     assert target.runner.graphs("auto") == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
     assert "attention='split' is told" in target.runner.graphs("split")
-    assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: transformers layers are not")
+    assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: the model's own forward")
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):
         assert Engine(target).generate(PROMPT, 12).token_ids == expected

@@ -88,7 +88,7 @@ def test_a_loaded_checkpoint_is_not_in_memory_twice(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("specdec.runners.choice._SMALL", 1 << 30)  # no timing
     monkeypatch.setattr(native, "_pack_layer", watched)
-    whole = TransformersTarget.from_pretrained(tmp_path, execution="transformers")
+    whole = TransformersTarget.from_pretrained(tmp_path, execution="modules")
     assert resident(str(tmp_path / "model.safetensors")) > 0.9 * size
     del whole
     gc.collect()  # what still holds its weights would keep the file's pages

@@ -27,6 +27,14 @@ def model_of(attention: str = "sdpa", family: str = "mistral") -> Any:
     return model
 
 
+def beside_fused(model: Any) -> TransformersTarget:
+    """Fused layers, and the second one run by its own module, as it has a hook."""
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    target = TransformersTarget(model, execution="fused")
+    assert target.runner.borrows
+    return target
+
+
 def in_a_thread(work: Callable[[], Any]) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()))
@@ -105,7 +113,7 @@ def test_training_beside_a_generation_is_in_training_mode() -> None:
     expected = reference(model, PROMPT, NEW)
     dropping(model)
     step, found = trained(model), []
-    engine = Engine(TransformersTarget(model))
+    engine = Engine(beside_fused(model))
     assert engine.generate(PROMPT, NEW, on_step=lambda _: found.append(in_a_thread(lambda: trained(model)))).token_ids
     assert found == [step] * NEW
     assert engine.generate(PROMPT, NEW).token_ids == expected
@@ -115,7 +123,7 @@ def test_training_beside_a_generation_is_in_training_mode() -> None:
 def test_a_mode_that_changes_in_mid_text_is_not_the_text_s() -> None:
     model = model_of()
     expected = reference(model, PROMPT, NEW)
-    engine = Engine(TransformersTarget(model))
+    engine = Engine(beside_fused(model))
     assert engine.generate(PROMPT, NEW, on_step=lambda _: dropping(model)).token_ids == expected
 
 
@@ -159,18 +167,19 @@ class Interrupted(nn.Module):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_plain_calls_while_a_target_is_made(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "execution"), [(torch.float64, "fused"), (torch.bfloat16, "fused"), (torch.bfloat16, "modules")]
+)
+def test_plain_calls_while_a_target_is_made(dtype: torch.dtype, execution: str) -> None:
     """At every forward by which a model is looked at: with hooks, described masks, and weights in float32."""
     model: Any = new_model("mistral", dtype)
     expected = logits(model)
     model.lm_head = Interrupted(model.lm_head, lambda: logits(model))
-    target = TransformersTarget(model)
+    target = TransformersTarget(model, execution=execution)
     found = model.lm_head.found
-    assert len(found) > 4
+    assert len(found) > 3
     assert all(each == expected for each in found)
-    model.lm_head = model.lm_head.head
-    assert target.runner.name == "transformers"
+    assert target.runner.name == execution
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -292,10 +301,11 @@ EDITS = (
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_edits_between_generations_are_followed(edit: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("make", [TransformersTarget, beside_fused], ids=["modules", "beside fused layers"])
+def test_edits_between_generations_are_followed(make: Callable[[Any], Any], edit: Callable[[Any], None]) -> None:
     """With one row a step, so that what counts calls counts them as plain decoding does."""
     model, same, prompt = model_of(), model_of(), PROMPT[:1]
-    engine = Engine(TransformersTarget(model))
+    engine = Engine(make(model))
     before = engine.generate(prompt, NEW).token_ids
     for one in (model, same):
         edit(one.model.layers[1])
@@ -314,11 +324,11 @@ def test_a_forward_that_cannot_be_followed_is_refused() -> None:
             return self.former(*given, **options)
 
     model = model_of()
-    engine = Engine(TransformersTarget(model))
+    engine, whole = Engine(beside_fused(model)), Engine(TransformersTarget(model))
     model.model.layers[1].forward = Held(model.model.layers[1])
     with pytest.raises(TargetError, match=r"a MistralDecoderLayer did not hand specdec's rows to its attention: .*"):
         engine.generate(PROMPT, NEW)
-    assert TransformersTarget(model).runner.name == "modules"  # its whole forward follows
+    assert whole.generate(PROMPT, NEW).token_ids == reference(model, PROMPT, NEW)
 
 
 def test_a_replica_differs_in_nothing_else() -> None:

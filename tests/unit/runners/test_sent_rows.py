@@ -30,7 +30,7 @@ def steps_of(trees: Sequence[Sequence[int]], *, again: bool = True, late: Sequen
         cache = KVCache([LayerSpec(1, 4, 4, None, CPU, torch.float32)] * 2, capacity=60, rows=16)
         cache.length = 3 * number
         tokens = [10 * number + row for row in range(len(parents))]
-        wanted = Wanted(beside=[{"own": np.arange(number + 1)}] if number % 2 else ())
+        wanted = Wanted(unread=[range(number + 1)] if number % 2 else ())
         draft = Draft(Later(torch.tensor(tokens)) if number in late else tokens, parents)
         steps.append(seam.Text(cache).rows(draft, again=again, wanted=wanted))
     return steps

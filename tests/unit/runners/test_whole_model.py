@@ -1,4 +1,4 @@
-"""Models whose layers cannot be walked, run by their own whole forward: texts are their own, or they are refused."""
+"""Models that are run by their own whole forward: texts are their own, or they are refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import pytest
 import torch
 import transformers
 
-from specdec import Engine, PrefixCache, SamplingParams, TransformersTarget, custom_generate
+from specdec import Draft, Engine, PrefixCache, SamplingParams, TransformersTarget, custom_generate
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.errors import ConfigError, TargetError
+from specdec.errors import CheckpointError, ConfigError, TargetError
+from specdec.step.step_io import LayerPlan, Part
+from specdec.target import FINAL
 from tests import seam
-from tests.models import prompt_of, reference
+from tests.models import FAMILIES, new_model, prompt_of, reference
+from tests.models import model_of as model_in
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -135,32 +138,111 @@ def test_edits_and_hooks_of_the_model_are_followed() -> None:
     before, version = engine.generate(prompt, 12).token_ids, engine.target.version()
     hook = model.transformer.h[1].mlp.register_forward_hook(lambda module, given, output: 2 * output)
     try:
-        assert engine.target.version() != version
         assert engine.generate(prompt, 12).token_ids == reference(model, prompt, 12) != before
     finally:
         hook.remove()
+    weight = model.transformer.h[1].mlp.c_fc.weight
+    assert engine.target.version() == version
+    with torch.no_grad():
+        weight.neg_()
+        assert engine.target.version() != version
+        assert engine.generate(prompt, 12).token_ids == reference(model, prompt, 12) != before
+        weight.neg_()
 
 
 def test_what_is_not_there_says_why() -> None:
     target = target_of("gpt2")
-    assert "the model's own forward as a whole: GPT2LMHeadModel is no decoder" in target.plan.reason
-    with pytest.raises(TargetError, match=r"whole forward, so its embedding.*choose a drafter that reads tokens alone"):
+    with pytest.raises(
+        TargetError, match=r"GPT2LMHeadModel .*called by themselves: .* is no decoder.*that reads tokens"
+    ):
         target.embed([3])
-    with pytest.raises(TargetError, match="which nothing can leave early or enter late"):
-        Engine(target, drafter="layer_skip").generate(prompt_of(5), 4)
+    with pytest.raises(CheckpointError, match="specdec knows no layers with rotary positions in this GPT2LMHeadModel"):
+        Engine(target, drafter={"name": "mtp", "head": "somewhere"})
+    owned = TransformersTarget(model_of("gpt2"), owned=True)
+    assert "GPT2LMHeadModel is no decoder" in owned.plan.reason
     for execution in ("native", "fused"):
         with pytest.raises(ConfigError, match=f"execution='{execution}' cannot run this model: .*leave it at auto"):
             TransformersTarget(model_of("gpt2"), execution=execution)
 
 
-def test_a_model_in_training_mode_is_refused() -> None:
+def test_a_model_in_training_mode_with_dropout_is_refused() -> None:
     engine = Engine(target_of("gpt2"), drafter="none")
     model_of("gpt2").train()
     try:
-        with pytest.raises(TargetError, match=r"training mode, in which dropout would change its texts; call its eval"):
-            engine.generate(prompt_of(5), 4)
+        for ask in (lambda: engine.generate(prompt_of(5), 4), lambda: TransformersTarget(model_of("gpt2"))):
+            with pytest.raises(
+                TargetError, match=r"training mode, in which dropout of transformer.drop .*; call its eval"
+            ):
+                ask()
     finally:
         model_of("gpt2").eval()
+
+
+@pytest.mark.parametrize("what", [None, "attention_dropout", "gradient checkpointing"])
+def test_training_modes_are_refused_where_they_change_numbers(what: str | None) -> None:
+    model = new_model("llama", attention_dropout=0.5 if what == "attention_dropout" else 0.0)
+    expected = reference(model, prompt_of(9), 9)
+    if what == "gradient checkpointing":
+        model.activation_checkpointing_enable()
+    engine = Engine(TransformersTarget(model), drafter="lookahead")
+    model.train()
+    if what is None:
+        assert engine.generate(prompt_of(9), 9).token_ids == expected
+        assert model.training
+        return
+    with pytest.raises(TargetError, match=f"training mode, in which {what}.* of model.*; call its eval"):
+        engine.generate(prompt_of(9), 9)
+
+
+def test_a_forward_by_flash_attention_is_refused() -> None:
+    model: Any = new_model("llama")
+    engine = Engine(TransformersTarget(model))
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(TargetError, match=r"flash_attention_2, which takes no mask of a tree; .*'sdpa'"):
+        engine.generate(prompt_of(5), 4)
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "layer_skip"])
+def test_drafters_that_run_some_layers_are_refused(name: str) -> None:
+    target = TransformersTarget(new_model("llama"))
+    options: dict[str, Any] = {"exit_layer": 1} if name == "kangaroo" else {"skip": [1]}
+    said = f"{name} runs some of the target's layers, and this LlamaForCausalLM .*'modules': the model was handed in"
+    with pytest.raises(ConfigError, match=f"{said}.*; name execution='native' or 'fused' .*such as lookahead"):
+        Engine(target, drafter={"name": name, **options})
+    plan = LayerPlan(1) if name == "kangaroo" else LayerPlan(parts=(Part.BOTH, Part(0), Part.BOTH))
+    own = seam.text(target)
+    with target.active(), pytest.raises(ConfigError, match="runs some of the target's layers"):
+        target.forward(own.rows([1, 2], plan=plan))
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_the_model_s(family: str) -> None:
+    """Of a chain's rows and of a tree's, of several texts at once; the head makes the logits of the last ones."""
+    model, prompt = model_in(family), list(prompt_of(12))
+    target = TransformersTarget(model)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
+    own, other = (seam.text(target, capacity=32, rows=16) for _ in range(2))
+    with target.active():
+        own.fill(prompt[:7], 16)
+        tree, parents = [prompt[7], 3, *prompt[8:]], [-1, 0, 0, 2, 3, 4]  # a wrong sibling first
+        asked = {0, 2, FINAL}
+        found = seam.run_together([own, other], [Draft(tuple(tree), tuple(parents)), Draft.chain(prompt)], taps=asked)
+        tapped = own.run(tree, parents, taps=asked, rows=[0, 3])
+        assert {*tapped.hidden} == asked
+        for tap in asked:
+            last = expected[tap][0]
+            for rows in (found.hidden[tap][:6], tapped.hidden[tap]):
+                torch.testing.assert_close(rows[[0, 2, 3, 4, 5]], last[7:], rtol=0, atol=1e-5)
+            torch.testing.assert_close(found.hidden[tap][6:], last, rtol=0, atol=1e-5)
+        logits = target.head(tapped.hidden[FINAL][[0, 3]])
+        assert tapped.logits is not None
+        torch.testing.assert_close(logits, tapped.logits, rtol=0, atol=1e-9)
+        torch.testing.assert_close(target.embed(tree), tapped.hidden[0], rtol=0, atol=0)
+        before = own.run(tree, parents, taps={3}).hidden[3]
+        torch.testing.assert_close(target.norm(before), tapped.hidden[FINAL], rtol=0, atol=0)
+        assert not target._norm._forward_pre_hooks
 
 
 def test_a_forward_that_takes_no_tree_is_refused() -> None:
@@ -168,5 +250,5 @@ def test_a_forward_that_takes_no_tree_is_refused() -> None:
     mpt = transformers.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
     bert = transformers.BertConfig(**SIZES)
     for model in (transformers.MptForCausalLM(mpt), transformers.BertLMHeadModel(bert)):
-        with pytest.raises(TargetError, match=r"nor (do the logits of its whole forward|can it be run as a whole)"):
+        with pytest.raises(TargetError, match=r"(forward over a tree are not those of each path|keeps .* keys of)"):
             TransformersTarget(model.double().eval())

@@ -15,7 +15,7 @@ from tests.models import model_of, prompt_of, target_of
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_logprobs_are_a_plain_forward_s(drafter: str, temperature: float) -> None:
     """Before processors: of the model's own forward over the whole text, for one prompt and for several."""
-    engine = Engine(target_of("qwen2", execution="transformers"), None, drafter, max_rows=16)
+    engine = Engine(target_of("qwen2", execution="modules"), None, drafter, max_rows=16)
     prompts, sampling = [prompt_of(7), prompt_of(12)], SamplingParams(temperature=temperature, repetition_penalty=1.2)
     alone = engine.generate(prompts[0], 20, sampling, logprobs=3)
     found = engine.generate_batch(prompts, 20, sampling, logprobs=3)
@@ -35,7 +35,7 @@ def test_logprobs_are_a_plain_forward_s(drafter: str, temperature: float) -> Non
 
 
 def test_logprobs_are_kept_on_request() -> None:
-    engine = Engine(target_of("llama", execution="transformers"))
+    engine = Engine(target_of("llama", execution="modules"))
     assert engine.generate(prompt_of(3), 4).logprobs is None
     only = engine.generate(prompt_of(3), 4, logprobs=0).logprobs
     assert only is not None

@@ -14,7 +14,7 @@ from transformers import TopKLogitsWarper
 from specdec import SamplingParams
 from specdec.errors import NumericalError
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
+from specdec.step.step_output import StepOutput
 from tests.models import VOCAB, model_of, prompt_of
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_processors_see_each_nodes_own_prefix(prompt: list[int], steps: list[Any
     tokens = list(prompt)
     recorder = Recorder()
     sampler = Sampler(SamplingParams(temperature=1.0), tokens, 10, CPU, [recorder])
-    scores = Scores(torch.zeros(1, 10))
+    scores = StepOutput(torch.zeros(1, 10))
     expected = []
     for paths, keep in zip(steps, kept, strict=False):
         for path in paths:
@@ -80,7 +80,7 @@ def test_processors_are_those_of_generate(params: SamplingParams) -> None:
         **(warp if params.temperature > 0 else {}),
     )
     # Scores are kept in float32 there.
-    ours = Sampler(params, list(prompt), VOCAB, CPU).processed(Scores(out.logits[0].float()), 0, ())
+    ours = Sampler(params, list(prompt), VOCAB, CPU).processed(StepOutput(out.logits[0].float()), 0, ())
     torch.testing.assert_close(ours, out.scores[0][0].float(), rtol=1e-6, atol=1e-6)
     if params.top_k or params.top_p < 1 or params.min_p:
         assert torch.isinf(ours).any()
@@ -94,7 +94,7 @@ def test_a_warper_s_subclass_sees_the_text() -> None:
             scores[:, input_ids[0, -1]] = 9.0
             return super().__call__(input_ids, scores)  # type: ignore[no-any-return]
 
-    scores = Scores(torch.zeros(1, 10))
+    scores = StepOutput(torch.zeros(1, 10))
     found = Sampler(SamplingParams(), [1, 2], 10, CPU, [Last(1)]).processed(scores, 0, (7,))
     assert found.isfinite().nonzero().tolist() == [[7]]
     assert not scores.logits.any()
@@ -102,35 +102,37 @@ def test_a_warper_s_subclass_sees_the_text() -> None:
 
 def test_scores_by_row() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 2.0, 1.0], [0.0, 0.0, 7.0]])
-    scores = Scores(logits, rows=(0, 4, 6))
+    scores = StepOutput(logits, rows=(0, 4, 6))
     assert [scores.argmax(row) for row in (6, 0, 4)] == [2, 1, 0]
-    assert torch.equal(scores.of(4), logits[1])
-    assert Scores(logits).argmax(2) == 2
+    assert torch.equal(scores.at(4), logits[1])
+    assert StepOutput(logits).argmax(2) == 2
 
 
 def test_selected_scores_are_those_of_their_rows() -> None:
     logits = torch.randn(3, 10)
-    for part in (Scores(logits, (0, 4, 6)), Scores(logits, (0, 4, 6)).select((0, 4, 6), (0, 4, 6))):
+    for part in (StepOutput(logits, (0, 4, 6)), StepOutput(logits, (0, 4, 6)).select((0, 4, 6), (0, 4, 6))):
         found = part.select((6, 0), (1, 5))
         assert torch.equal(found.logits, logits[[2, 0]])
         assert found.top_k(3) == logits[[2, 0]].topk(3).indices.tolist()
         assert [found.argmax(row) for row in (1, 5)] == logits[[2, 0]].argmax(-1).tolist()
-        assert torch.equal(found.of(5), logits[0])
+        assert torch.equal(found.at(5), logits[0])
 
 
 def test_half_precision_is_sampled_in_float64() -> None:
     """Probabilities of a bfloat16 row sum to one, not to what bfloat16 makes of it."""
     logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.9), [1], 1000, CPU)
-    p = sampler.distribution(Scores(logits), 0, ())
+    p = sampler.distribution(StepOutput(logits), 0, ())
     assert p.dtype == torch.float64
     assert abs(float(p.sum()) - 1) < 1e-12
 
 
 def test_greedy_reads_no_nan() -> None:
     logits = torch.tensor([[0.0, 1.0], [0.0, torch.nan]])
-    with pytest.raises(NumericalError, match="1 of 4 are NaN"):
-        Scores(logits).argmax(0)
+    output = StepOutput(logits)
+    assert output.argmax(0) == 1  # as of a text that never comes to the other row
+    with pytest.raises(NumericalError, match="1 of 2 are NaN"):
+        output.argmax(1)
 
 
 @pytest.mark.few(2)
@@ -154,7 +156,7 @@ def test_a_draw_that_looks_at_few_tokens_is_that_of_all(
     for size, seed, spread in itertools.product((300, 20_000), range(6), (0.0, 0.5, 4.0)):
         logits = spread * torch.randn(1, size, generator=torch.Generator().manual_seed(seed))
         sampler = Sampler(SamplingParams(seed=seed, **params), [1, 2, 3], size, CPU)  # type: ignore[arg-type]
-        scores = Scores(logits.bfloat16() if seed % 2 else logits)
+        scores = StepOutput(logits.bfloat16() if seed % 2 else logits)
         whole = sampler.noise.gumbel(3) + sampler.processed(scores, 0, ())
         assert sampler.token(scores, 0, ()) == int(whole.argmax()), (size, seed, spread)
 
@@ -165,4 +167,4 @@ def test_a_draw_reads_no_nan(size: int) -> None:
     logits[0, 7] = torch.nan
     for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
         with pytest.raises(NumericalError, match=f"1 of {size} are NaN"):
-            Sampler(params, [1], size, CPU).token(Scores(logits), 0, ())
+            Sampler(params, [1], size, CPU).token(StepOutput(logits), 0, ())

@@ -17,8 +17,8 @@ from specdec import Draft, Engine, SamplingParams
 from specdec.errors import ConfigError, DraftError
 from specdec.sampling.noise import Noise
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
 from specdec.sampling.verify import Verdict, Verifier, match, reject, typical, verifier_for
+from specdec.step.step_output import StepOutput
 from tests.choices import Choices, every
 from tests.joint import assert_joint
 from tests.models import prompt_of, target_of
@@ -69,12 +69,12 @@ class IdealSampler:
         self.noise = IdealNoise(choices, len(self.tokens))
         self._table, self._choices = table, choices
 
-    def probabilities(self, scores: Scores, row: int, path: Sequence[int]) -> torch.Tensor:
+    def probabilities(self, scores: StepOutput, row: int, path: Sequence[int]) -> torch.Tensor:
         return self._table[tuple(path)]
 
     distribution = probabilities
 
-    def token(self, scores: Scores, row: int, path: Sequence[int]) -> int:
+    def token(self, scores: StepOutput, row: int, path: Sequence[int]) -> int:
         return self._choices.pick(self._table[tuple(path)].tolist())
 
 
@@ -240,7 +240,7 @@ def test_match_draws_the_targets_noise() -> None:
     texts = [()]
     for row in range(1, len(draft)):
         texts.append((*texts[draft.parents[row]], draft.tokens[row]))
-    scores = Scores(torch.stack([p[text].log() for text in texts]))
+    scores = StepOutput(torch.stack([p[text].log() for text in texts]))
     found: list[Text] = []
     accepted = 0
     for seed in range(4000):
@@ -248,8 +248,8 @@ def test_match_draws_the_targets_noise() -> None:
         tokens = match(draft, scores, sampler).tokens
         accepted += len(tokens) - 1
         for _ in range(3 - len(tokens)):
-            rest = Scores(p[tuple(tokens)].log()[None])
-            tokens.append(sampler.token(Scores(rest.logits, (0,)), 0, tokens))
+            rest = StepOutput(p[tuple(tokens)].log()[None])
+            tokens.append(sampler.token(StepOutput(rest.logits, (0,)), 0, tokens))
         found.append(tuple(tokens[:3]))
     assert accepted > 1000
     assert_joint(found, joint(p))
@@ -272,7 +272,7 @@ def test_real_noise_rejects_as_the_enumerated_one() -> None:
                 tokens.append(token)
                 parents.append(row)
                 texts.append((*texts[row], token))
-        scores = Scores(torch.stack([p[text].log() for text in texts]))
+        scores = StepOutput(torch.stack([p[text].log() for text in texts]))
         out = reject(Draft(tokens, parents, q=dists), scores, sampler).tokens
         rest = Noise(seed + 10_000, 3, torch.device("cpu"))
         for _ in range(3 - len(out)):

@@ -517,7 +517,7 @@ def test_recurrent_models_are_refused_by_name(kind: str, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("Bloom", {"vocab_size": 32, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "has no `layers` and last `norm`"),
+        ("Bloom", {"vocab_size": 32, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "own forward over a tree"),
         (
             "Helium",
             DECODER,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.errors import TargetError
 from specdec.step import torch_switches
 from tests.switches import SWITCHES
 
@@ -37,7 +42,7 @@ def test_the_engine_s_code_sees_torch_as_it_starts(name: str, context: Any) -> N
 
 
 def test_nothing_is_entered_where_nothing_is_set() -> None:
-    """A step pays for five questions, and for nothing else."""
+    """A step pays for a few questions, and for nothing else."""
     with torch_switches.steps():
         assert torch_switches.steps() is torch_switches._NOTHING
     assert torch_switches.loading() is torch_switches._NOTHING
@@ -70,6 +75,47 @@ def test_what_says_its_dtype_keeps_it() -> None:
         torch.arange(2.0, out=into)
     assert [one.dtype for one in kept] == [torch.float16, torch.int64, torch.int64, torch.bool]
     assert copied.dtype is into.dtype is torch.float64
+
+
+TRACERS: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
+    "FakeTensorMode": lambda called: _inside(FakeTensorMode(), called),
+    "torch.func": lambda called: torch.func.grad(called)(torch.ones(2)),
+    "torch.vmap": lambda called: torch.vmap(called)(torch.ones(2)),
+    "torch.jit.trace": lambda called: torch.jit.trace(called, (torch.ones(2),), check_trace=False),
+    "ProxyTorchDispatchMode": lambda called: make_fx(called)(torch.ones(2)),
+}
+
+
+def _inside(mode: Any, called: Callable[[Any], Any]) -> None:
+    with mode:
+        called(None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize("context", [torch_switches.steps, torch_switches.loading])
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_where_torch_traces_there_are_no_numbers(tracer: str, context: Any) -> None:
+    reached = []
+
+    def called(numbers: Any) -> Any:
+        with context():
+            reached.append(numbers)
+        return numbers.sum()
+
+    with pytest.raises(TargetError, match=f"an engine was called .*{tracer}.*call it outside"):
+        TRACERS[tracer](called)
+    assert not reached
+    with context():  # as before
+        pass
+
+
+def test_modes_that_watch_are_no_tracers() -> None:
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Watching(), torch_switches.steps():
+        assert torch.ones(1).tolist() == [1]
 
 
 def test_an_error_leaves_the_caller_s_world() -> None:

@@ -24,17 +24,17 @@ from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingPa
 from specdec.costs.curve import roofline
 from specdec.drafter import DeviceStep
 from specdec.engine import clocks, decoding, learning
-from specdec.engine.device_step import DeviceVerification, decide, last_row, paths_of, walk_arrays
+from specdec.engine import sequence as sequence_module
+from specdec.engine.verification import decide, may_accept, verifying
 from specdec.errors import ConfigError, NumericalError
 from specdec.results import Step
 from specdec.sampling import processors
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.scores import Scores
 from specdec.sampling.verify import match
 from specdec.step import device_copies, forward_passes
 from specdec.step.later import Later
 from specdec.step.step_io import StepInput, Wanted
-from specdec.step.tree import ancestors
+from specdec.step.step_output import StepOutput
 from specdec.target import run_steps
 from tests import seam
 from tests.fakes import Alternating, Reciter
@@ -208,16 +208,16 @@ def test_one_copy_in_for_any_number_of_sequences(
             own.fill([at % 9] * (1 + at % 3), 3, again=False)
 
         def steps() -> list[StepInput]:
-            wanted = Wanted(beside=[{"rows": np.array([0], dtype=np.int64)}])
+            wanted = Wanted(unread=[[7]])
             return [own.rows(draft, wanted=wanted) for draft, own in zip(drafts, texts, strict=True)]
 
-        alone = torch.cat([target.forward(step).hidden for step in steps()])
+        alone = torch.cat([target.forward(step).out for step in steps()])
         for recorded in range(2):  # what is recorded first is recorded between copies
             transfers.counts.clear()
             with transfers:
                 outputs = run_steps(target, steps())
-                together = torch.cat([output.hidden for output in outputs])
-                assert all(output.rows.sent["rows"].shape == (1,) for output in outputs)
+                together = torch.cat([output.out for output in outputs])
+                assert all(output.there.sent["unread"].shape == (1,) for output in outputs)
             assert recorded == 0 or transfers.counts["in"] == 1
             assert replayed or transfers.counts["out"] == 0  # what stands in for kernels reads on the host
     assert (together - alone).abs().max() < 1e-11
@@ -319,9 +319,10 @@ def test_all_rows_at_once_are_the_rows_one_by_one(name: str, parents: list[int],
     assert sampler.takes_together
     assert not sampler.reads_drafts
     depths = [draft.depths[row] for row in rows]
-    paths = tokens[torch.from_numpy(paths_of(draft, rows))]
+    wanted = Wanted(np.array(rows), unread=[()])
+    paths = seam.text(target_of("llama")).sent(draft, wanted=wanted).paths(torch.device("cpu"))
     found = sampler.together(logits, paths, None, depths)
-    scores = Scores(logits.clone(), rows)
+    scores = StepOutput(logits.clone(), rows)
     for own, row in zip(found, rows, strict=True):
         assert torch.equal(own, sampler.processed(scores, row, draft.path_tokens(row)))
     assert torch.equal(logits, scores.logits)
@@ -388,13 +389,12 @@ def test_masks_of_a_grammar_are_sent_at_once(
         sampling = None if sampling is None else replace(sampling, acceptance="match")
     engine = Engine(target, None, options, max_rows=24, policy="off")
     text, expected = steps_of(engine, sampling, None, [Alternating()])
-    arrays = DeviceVerification.arrays
 
-    def checked(own: Any, draft: Draft, rows: Any) -> Any:
+    def checked(draft: Draft, *rest: Any) -> Any:
         assert not isinstance(draft.tokens, Later)
-        return arrays(own, draft, rows)
+        return verifying(draft, *rest)
 
-    request.getfixturevalue("monkeypatch").setattr(DeviceVerification, "arrays", checked)
+    request.getfixturevalue("monkeypatch").setattr(sequence_module, "verifying", checked)
     got, steps = steps_of(engine, sampling, request.getfixturevalue("transfers"), [Alternating()])
     assert got == text
     assert all(token % 2 == place % 2 for place, token in enumerate(text))
@@ -669,13 +669,14 @@ def test_the_device_walks_as_the_host_does(parents: list[int], data: st.DataObje
     draft = Draft(tokens, parents, probes=probes, read=read)
     rows = draft.scored_rows()
     logits = torch.tensor(data.draw(st.lists(st.permutations([0.0, 1.0, 2.0]), min_size=size, max_size=size)))
-    scores = Scores(logits if rows is None else logits[rows], rows)
+    scores = StepOutput(logits if rows is None else logits[rows], rows)
     sampler = Sampler(SamplingParams(), [1], 3, torch.device("cpu"))
-    decided = decide(sampler, scores, [0] * len(scores.logits))
-    arrays = {name: torch.from_numpy(array) for name, array in walk_arrays(draft, scores.place).items()}
-    closure = torch.from_numpy(ancestors(parents))
-    last = last_row(decided[1], torch.tensor(tokens), arrays["parent_places"], arrays["eligible"], closure)
-    assert last.tolist() == match(draft, scores, sampler).path[-1:]
+    decide, accept = may_accept(draft, sampler, walks=True)
+    assert accept is None
+    verdict, asked = match(draft, scores, sampler), None if rows is None else np.array(rows)
+    for wanted in (Wanted(asked, decide=decide), Wanted(asked, accept=decide)):
+        sent = seam.text(target_of("llama")).sent(draft, wanted=wanted)
+        assert sent.walk(scores.argmax_there).tolist() == [verdict.path[-1], len(verdict.path) - 1, verdict.tokens[-1]]
 
 
 def test_arrays_arrive_as_they_were() -> None:
@@ -700,9 +701,9 @@ def test_a_number_that_is_none_is_refused(request: pytest.FixtureRequest) -> Non
     request.getfixturevalue("transfers")
     for sampling in (SamplingParams(), SAMPLED):
         sampler = Sampler(sampling, [1, 2], 3, target.device)
-        scores = Scores(torch.tensor([[0.0, torch.nan, 1.0], [1.0, 2.0, 3.0]]))
-        scores.processed = sampler.together(scores.logits, torch.empty(0))
-        scores.decided(*device_copies.copy_out(decide(sampler, scores, [0, 1])))
+        scores = StepOutput(torch.tensor([[0.0, torch.nan, 1.0], [1.0, 2.0, 3.0]]))
+        scores.processed = sampler.together(scores.given, torch.empty(0))
+        scores.own = decide(sampler, scores, [0, 1]).tolist()
         assert sampler.token(scores, 1, [0]) in (0, 1, 2)
         with pytest.raises(NumericalError, match="logits are no distribution"):
             sampler.token(scores, 0, [])
