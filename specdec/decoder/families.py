@@ -248,6 +248,8 @@ _MIXTRAL = Names(
     }
 )
 FAMILIES: Mapping[str, Family] = {
+    "internlm3": Family("LlamaForCausalLM", _llama),
+    "iquestcoder": Family("LlamaForCausalLM", _llama),
     "llama": Family("LlamaForCausalLM", _llama),
     "mistral": Family("MistralForCausalLM", _mistral),
     "qwen2": Family("Qwen2ForCausalLM", _qwen2),

@@ -24,9 +24,8 @@ from specdec.runners.native_layers import NativeExperts, NativeHead, NativeLayer
 from specdec.runners.runner import FINAL
 from specdec.runners.sent_rows import rows_on
 from specdec.sampling.noise import key_at
-from specdec.sampling.scores import Scores
 from specdec.step.step_io import StepInput
-from specdec.target import TargetOutput
+from specdec.step.step_output import StepOutput
 
 __all__ = ["NativeExecutor", "why_not"]
 
@@ -81,7 +80,7 @@ class NativeExecutor(TorchExecutor):
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
         return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight, int8=self._int8)
 
-    def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
+    def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
         if step.plan.parts:
             return super()._run(step, first, last, hidden)
         wanted, rows, table = step.wanted, rows_on(self.device, step, self.backend), self._weights.embedding
@@ -103,11 +102,17 @@ class NativeExecutor(TorchExecutor):
             found[last] = hidden
         if reading.normed is not None:
             found[FINAL] = reading.normed
-        if reading.logits is None or reading.stored is None:
-            return TargetOutput(reading.logits, hidden, found, rows=rows)
-        drawn = () if reading.drawn is None else reading.drawn[:]
-        scores = Scores(reading.logits, None, reading.stored, drawn, _largest=reading.best[:])
-        return TargetOutput(scores, hidden, found, rows=rows)
+        return StepOutput(
+            reading.logits,
+            wanted.scored,
+            out=hidden,
+            hidden=found,
+            best=reading.best[:],
+            drawn=() if reading.drawn is None else reading.drawn[:],
+            top=reading.top,
+            stored=reading.stored,
+            sent=rows,
+        )
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:

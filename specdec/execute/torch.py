@@ -24,10 +24,11 @@ from specdec.runners.rows import Rows
 from specdec.runners.runner import FINAL
 from specdec.runners.sent_rows import rows_on
 from specdec.step.cache import KVCache
+from specdec.step.first_time import FirstTimes
 from specdec.step.joining import beginning
 from specdec.step.slots import LayerSpec
 from specdec.step.step_io import NOTHING, Entering, Part, StepInput, Wanted
-from specdec.target import TargetOutput
+from specdec.step.step_output import StepOutput
 
 __all__ = ["TorchExecutor"]
 
@@ -69,14 +70,17 @@ class TorchExecutor:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
         return KVCache(self.specs, capacity=capacity, rows=rows)
 
-    def run(self, step: StepInput) -> TargetOutput:
+    def run(self, step: StepInput) -> StepOutput:
         """Run rows of one sequence or several, as ``step`` says."""
-        last = len(self.spec.layers) if step.plan.last is None else step.plan.last
+        last, first_times = len(self.spec.layers) if step.plan.last is None else step.plan.last, FirstTimes.seen
         if step.entering is None:
-            return self._run(step, 0, last, None)
-        return self._run_stages(step, step.entering, last)
+            output = self._run(step, 0, last, None)
+        else:
+            output = self._run_stages(step, step.entering, last)
+        output.first_time = FirstTimes.seen != first_times
+        return output
 
-    def _run_stages(self, step: StepInput, entering: Entering, last: int) -> TargetOutput:
+    def _run_stages(self, step: StepInput, entering: Entering, last: int) -> StepOutput:
         """Rows with hidden states join at their layer; the other rows are run up to that layer first."""
         layers: Any = entering.layer
         stages, wanted = sorted({*layers}), Wanted(NOTHING.logits, 0, step.wanted.hidden)
@@ -86,12 +90,12 @@ class TorchExecutor:
             parts = joining if hidden is None else [hidden, *joining]
             own = step if first == stages[-1] else beginning(step, sum(one <= first for one in layers), wanted)
             output = self._run(own, max(first, 0), after, torch.cat(parts) if parts else None)
-            hidden = output.hidden
-            found |= output.taps
-        output.taps = found
+            hidden = output.out
+            found |= output.hidden
+        output.hidden = found
         return output
 
-    def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> TargetOutput:
+    def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
         """Rows through layers [first, last), and behind the last one through norm and head."""
         rows, taps, found = rows_on(self.device, step, self.backend), step.wanted.hidden, dict[int, torch.Tensor]()
         hidden = self._embedded(rows.tokens[0].to(self.device)) if hidden is None else hidden
@@ -107,12 +111,12 @@ class TorchExecutor:
             hidden = layer(own, self._weights.layers[number], hidden, angles[rope], mix, which)
         return self._finished(rows, last, hidden, found)
 
-    def _finished(self, rows: Rows, last: int, hidden: torch.Tensor, found: dict[int, torch.Tensor]) -> TargetOutput:
+    def _finished(self, rows: Rows, last: int, hidden: torch.Tensor, found: dict[int, torch.Tensor]) -> StepOutput:
         """What is wanted of rows that passed the layers before ``last``; ``found``: inputs of layers."""
         if last in rows.step.wanted.hidden:
             found[last] = hidden
         logits = self._logits(hidden, rows, found) if last == len(self.spec.layers) else None
-        return TargetOutput(logits, hidden, found, rows=rows)
+        return StepOutput(logits, rows.step.wanted.scored, out=hidden, hidden=found, sent=rows)
 
     def _logits(self, hidden: torch.Tensor, rows: Rows, found: dict[int, torch.Tensor]) -> torch.Tensor | None:
         """[R, V] of the rows whose logits are wanted; adds what the head reads to ``found`` where that is wanted."""

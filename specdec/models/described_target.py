@@ -26,12 +26,13 @@ from specdec.models.gguf_tokenizer import ends_of
 from specdec.models.inspection import eos_ids_of
 from specdec.models.live_weights import read_live
 from specdec.models.self_check import Reference, own_logits, tokens_for
+from specdec.sampling.sampler import Sampler
 from specdec.settings.copies import NotCopied
 from specdec.step import torch_switches
 from specdec.step.cache import KVCache
 from specdec.step.slots import LayerSpec
 from specdec.step.step_io import StepInput
-from specdec.target import TargetOutput
+from specdec.step.step_output import StepOutput
 
 __all__ = ["DescribedTarget"]
 
@@ -58,6 +59,7 @@ class DescribedTarget(NotCopied):
         ConfigError: the native library cannot run it.
     """
 
+    shared = False
     instead = "share it: Engine(target, ...)"
 
     @torch_switches.makes
@@ -156,8 +158,14 @@ class DescribedTarget(NotCopied):
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return self.executor.new_cache(capacity=capacity, rows=rows)
 
-    def forward(self, step: StepInput) -> TargetOutput:
+    def forward(self, step: StepInput) -> StepOutput:
         return self.executor.run(step)
+
+    def greet(self, sampler: Sampler, **others: Any) -> None:
+        """As :meth:`specdec.target.Target.greet`: one process agrees with itself."""
+
+    def check_layers(self, asked: str) -> None:
+        """Every layer, and each part of it, can be run by itself."""
 
     def active(self) -> AbstractContextManager[None]:
         Threads.check()

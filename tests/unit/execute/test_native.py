@@ -37,11 +37,11 @@ def test_bits_are_those_of_a_live_models_layers(family: str, dtype: torch.dtype,
             own, other = seam.text(one).fill(PROMPT, 4), seam.text(one).fill(OTHER, 16)
             outputs = [own.run(models.prompt_of(rows), taps=taps) for rows in (1, 4, 7, 17)]
             outputs += [own.run(TREE, taps=taps), seam.run_together([own, other], [TREE, TREE], taps=taps)]
-            early = one.forward(own.rows(TREE, plan=LayerPlan(1))).hidden.clone()
+            early = one.forward(own.rows(TREE, plan=LayerPlan(1))).out.clone()
             outputs.append(one.forward(own.rows(TREE, entry=Entering(1, early))))
-            scores = one.forward(own.rows(TREE, wanted=wanted)).scores(None)
-            numbers = [early, scores.logits, torch.tensor([*scores.largest()])]
-            states = [output.taps[tap] for output in outputs for tap in sorted(output.taps)]
+            drawn = one.forward(own.rows(TREE, wanted=wanted))
+            numbers = [early, drawn.logits, torch.tensor([*drawn.best, drawn.decided(0) or 0, *drawn.top_k(3)[2]])]
+            states = [output.hidden[tap] for output in outputs for tap in sorted(output.hidden)]
             found.append([*numbers, *states, *(output.logits for output in outputs)])
     for expected, own_numbers in zip(*found, strict=True):
         assert torch.equal(own_numbers, expected)

@@ -95,7 +95,7 @@ def test_bits_are_those_of_fused_layers(family: str, dtype: torch.dtype, tmp_pat
             own, other = seam.text(one).fill(PROMPT, 4), seam.text(one).fill(OTHER, 16)
             outputs = [own.run(models.prompt_of(rows), taps=taps) for rows in (1, 4, 7, 17)]
             outputs += [own.run(TREE, taps=taps), seam.run_together([own, other], [TREE, TREE], taps=taps)]
-            found.append([[output.logits, *(output.taps[tap] for tap in sorted(taps))] for output in outputs])
+            found.append([[output.logits, *(output.hidden[tap] for tap in sorted(taps))] for output in outputs])
     for expected, own_numbers in zip(*found, strict=True):
         assert all(map(torch.equal, own_numbers, expected))
 
@@ -104,7 +104,7 @@ def test_bits_are_those_of_fused_layers(family: str, dtype: torch.dtype, tmp_pat
 def test_weights_are_named_as_transformers_names_them(family: str, tmp_path: Path) -> None:
     """By which fingerprints of trained heads are made."""
     model = new_model(family, **BIASED[family])
-    expected = [*TransformersTarget(model, execution="transformers").named_weights()]
+    expected = [*TransformersTarget(model, execution="modules").named_weights()]
     found = [*Decoder(checkpoint_of(model, tmp_path)).executor.named_weights()]
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(torch.equal(own, weight) for (_, own), (_, weight) in zip(found, expected, strict=True))
@@ -130,13 +130,13 @@ def test_shipped_heads_know_their_model_by_its_spec() -> None:
 
 def test_parts_of_layers_run_and_rows_enter_a_layer() -> None:
     model = new_model("qwen3")
-    reference, target = TransformersTarget(model, execution="transformers"), Decoder(checkpoint_of(model))
+    reference, target = TransformersTarget(model, execution="fused"), Decoder(checkpoint_of(model))
     plan, found = LayerPlan(parts=(Part.BOTH, Part.MLP, Part.ATTENTION)), []
     for one in (reference, target):
         with one.active():
             own = seam.text(one).fill(PROMPT, 16)
             skipped = one.forward(own.rows(TREE, plan=plan)).logits
-            early = one.forward(own.rows(TREE, plan=LayerPlan(1))).hidden.clone()
+            early = one.forward(own.rows(TREE, plan=LayerPlan(1))).out.clone()
             late = one.forward(own.rows(TREE, entry=Entering(1, early))).logits
             found.append((skipped, early, late, own.run(TREE).logits))
     for expected, ours in zip(*found, strict=True):
