@@ -40,12 +40,13 @@ import torch.nn.functional as F
 import transformers
 from transformers import LlamaConfig
 
-from specdec import Draft, Engine, SamplingParams, TransformersTarget
+from specdec import Draft, Engine, SamplingParams
 from specdec.bench.environment import caption, describe_environment
 from specdec.bench.shapes import SHAPES, random_model, random_prompt, weight_bytes
 from specdec.costs.measuring import measure
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
+from specdec.models.described_target import DescribedTarget
 from specdec.runners import cuts as chosen_cuts
 from specdec.step.device_copies import seconds_of, wait
 from specdec.step.joining import joined
@@ -246,7 +247,7 @@ def launched(target: Any, *, early: int) -> Iterator[None]:
     """While inside, kernels are launched as ``launch.EARLY`` says of this number."""
     from specdec.runners.kernels import launch
 
-    former, graphs = launch.EARLY, target.runner._graphs
+    former, graphs = launch.EARLY, target.executor._graphs
     launch.EARLY = early
     launch.early.cache_clear()
     graphs.kind += 1 + early  # graphs of its own
@@ -362,7 +363,7 @@ def plain_speed(check: Any, shape: str) -> Figures:
     outs = [engine.generate(prompt, check.args.new) for _ in range(3)]
     speeds = [check.args.new / out.stats.seconds.decode for out in outs]
     copied = check.kept.get(("bandwidth", "terabytes a second"), {}).get("copies")
-    read = max(speeds[1:]) * weight_bytes(target.model) / 1e12
+    read = max(speeds[1:]) * check.read_bytes[shape] / 1e12
     return {
         "tokens_per_second": max(speeds[1:]), "all": speeds, "read_tb": read,
         "share_of_copies": read / copied if copied else "not known: run bandwidth first",
@@ -398,7 +399,7 @@ def batches(check: Any) -> Iterator[Part]:
         scheduler, most = Scheduler(engine, [Request(prompt, 16) for prompt in prompts], batch=batch), (0, 0)
         for events in scheduler.run():
             assert all(event.error is None for event in events)
-            most = max(most, *((pool.nbytes, pool.used) for pool in target.runner.pools), (0, 0))
+            most = max(most, *((pool.nbytes, pool.used) for pool in target.executor.pools), (0, 0))
         each = sum(1024 * spec.slot_bytes for spec in target.specs)
         return {"most_mb": most[0] / 1e6, "pages": most[1], "mb_of_1024_each": batch * each / 1e6}
 
@@ -530,7 +531,7 @@ def cuts(check: Any) -> Iterator[Part]:
 def chosen(check: Any, shape: str) -> Figures:
     """Milliseconds of steps with the table's cuts and with those of a warm-up with nothing kept, and its seconds."""
     target = check.target(shape)
-    runner, found = target.runner, dict[str, Any]()
+    runner, found = target.executor, dict[str, Any]()
     own = runner._cuts
     with nothing_kept():
         former = {weight: dict(known) for weight, known in own._chosen.items()}
@@ -736,6 +737,7 @@ class Check:
         args: as they were given; ``device``, ``dtype``, and the two shapes ``big`` and ``small`` among them.
         on_gpu: whether the device is a GPU; elsewhere the parts that only one can run are left out.
         kept: section and part -> figures, of this run and of those before it.
+        read_bytes: shape -> bytes of weights that a step reads, of the last target of that shape.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -747,7 +749,8 @@ class Check:
         self.file = args.out.with_suffix(".jsonl")
         lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
         self.kept = {(line.pop("section"), line.pop("part")): line for line in map(json.loads, lines)}
-        self._targets: dict[tuple[str, torch.dtype], TransformersTarget] = {}
+        self._targets: dict[tuple[str, torch.dtype], DescribedTarget] = {}
+        self.read_bytes = dict[str, int]()
 
     def keep(self, section: str, part: str, figures: Mapping[str, Any]) -> None:
         """Print and keep them; what was known of the part before is replaced."""
@@ -760,19 +763,25 @@ class Check:
         self.kept[section, part] = {name: value for name, value in json.loads(line).items() if name in figures}
         self.file.with_suffix(".md").write_text(page(self.kept), encoding="utf-8")
 
-    def target(self, shape: str, dtype: torch.dtype | None = None) -> TransformersTarget:
+    def target(self, shape: str, dtype: torch.dtype | None = None) -> DescribedTarget:
         """A random model of a shape; a large one is held alone."""
         key = shape, dtype or self.dtype
         if key not in self._targets:
             if shape == self.big or len(self._targets) > 2:
                 self.forget()
             model = random_model(shape, key[1], self.device)
-            self._targets[key] = TransformersTarget(model, execution=self.args.execution, owned=True)
+            self.read_bytes[shape] = weight_bytes(model)
+            self._targets[key] = DescribedTarget.from_model(model, execution=self.args.execution)
+            del model  # the target has a copy
+            self._collect()
         return self._targets[key]
 
     def forget(self) -> None:
         """Hold no target any more."""
         self._targets.clear()
+        self._collect()
+
+    def _collect(self) -> None:
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()

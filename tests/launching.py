@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec import TransformersTarget
-from specdec.runners import choice as choices
+from specdec.execute import cuda, cuda_kernels
+from specdec.models.described_target import DescribedTarget
+from specdec.models.inspection import eos_ids_of
 from specdec.runners.graphs import Outcome
 from specdec.runners.rotary import rotate, signed
 from specdec.sampling import noise
@@ -25,8 +26,9 @@ from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.pages import PAGE
 from specdec.step.step_output import finite_argmax
+from tests.decoders import checkpoint_of
 
-__all__ = ["Kernels", "Recorder", "launch"]
+__all__ = ["Kernels", "Recorder", "fused", "launch"]
 
 
 class Kernels:
@@ -217,16 +219,19 @@ def _none(values: torch.Tensor) -> torch.Tensor:
 
 
 def launch(patch: pytest.MonkeyPatch, kernels: Any = None) -> Recorder:
-    """From now on every device is apart, and fused runners are those of a CUDA device, recorded by this recorder."""
+    """From now on every device is apart, and fused targets are those of a CUDA device, recorded by this recorder."""
     recorder, stand_ins = Recorder(), Kernels()
     if kernels is None:
         patch.setattr(device_copies, "address", stand_ins.address)
     patch.setattr(device_copies, "is_apart", lambda device: True)
-    patch.setattr(choices.RunnerMaker, "_kernels", lambda maker: stand_ins if kernels is None else kernels)
-    patch.setattr(choices, "CudaRecorder", lambda device: recorder)
+    patch.setattr(cuda_kernels, "_why_not_there", lambda dtype, device: None)
+    patch.setattr(cuda_kernels, "layer_kernels", lambda *_: stand_ins if kernels is None else kernels)
+    patch.setattr(cuda, "CudaRecorder", lambda device: recorder)
     return recorder
 
 
-def fused(model: Any, **options: Any) -> TransformersTarget:
-    """A target of a model on that device."""
-    return TransformersTarget(model, execution="fused", owned=True, **options)
+def fused(model: Any, **options: Any) -> DescribedTarget:
+    """A target of a copy of a model's weights, on the model's device, or on the one that is not there."""
+    known: dict[str, Any] = {"dtype": model.dtype, "device": model.device, "execution": "fused"}
+    known |= {"eos_ids": eos_ids_of(model), "config": model.config}
+    return DescribedTarget(checkpoint_of(model), **known, **options)

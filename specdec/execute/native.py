@@ -80,6 +80,9 @@ class NativeExecutor(TorchExecutor):
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
         return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight, int8=self._int8)
 
+    def attention(self) -> str:
+        return "in the same call"
+
     def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
         if step.plan.parts:
             return super()._run(step, first, last, hidden)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,14 +18,16 @@ from specdec.decoder.spec import Attention, Experts, Rope
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer
 from specdec.execute.weights import DecoderWeights, rows_of
-from specdec.runners.attention import attend
+from specdec.runners.attention import attend, describe_backend
 from specdec.runners.linear import DenseLinear, LinearKernel, PackedWeight, linear_kernel
+from specdec.runners.recording import Recording
 from specdec.runners.rows import Rows
 from specdec.runners.runner import FINAL
 from specdec.runners.sent_rows import rows_on
 from specdec.step.cache import KVCache
 from specdec.step.first_time import FirstTimes
 from specdec.step.joining import beginning
+from specdec.step.pages import PagePool
 from specdec.step.slots import LayerSpec
 from specdec.step.step_io import NOTHING, Entering, Part, StepInput, Wanted
 from specdec.step.step_output import StepOutput
@@ -45,10 +47,16 @@ class TorchExecutor:
         spec: what the decoder is.
         specs: what each layer caches.
         varies: why a row's results depend on other rows in the forward.
+        pages: whether caches are in pages.
+        pools: the pages of all texts.
+        recording: what drafters on its device have their passes recorded by.
     """
 
     name = "torch"
     varies: str | None = "torch's products and attention sum in another order for other numbers of rows"
+    pages = False
+    pools: Collection[PagePool] = ()
+    recording: Recording | None = None
 
     def __init__(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, backend: str = "auto"
@@ -62,6 +70,22 @@ class TorchExecutor:
             LayerSpec(own.kv_heads, own.head_dim, own.head_dim, own.window, device, dtype)
             for own in (one.attention for one in self.spec.layers)
         ]
+
+    def attention(self) -> str:
+        """Which kernels compute it."""
+        cap = next((own.attention.cap for own in self.spec.layers if own.attention.cap), None)
+        return describe_backend(self.backend, self.specs, cap)
+
+    def graphs(self) -> str:
+        """How steps are replayed as CUDA graphs, or why they are not."""
+        return f"not used: {self.name} layers are launched operation by operation"
+
+    def cuts(self) -> str | None:
+        """How products are cut that have several ways of the same numbers, and why; None where there is one way."""
+        return None
+
+    def choose_cuts(self, most: int) -> None:
+        """Choose among them by the time of whole steps of up to ``most`` rows; does nothing where it cannot."""
 
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
         return DecoderWeights(checkpoint, self.dtype, self.device)
@@ -97,9 +121,18 @@ class TorchExecutor:
 
     def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
         """Rows through layers [first, last), and behind the last one through norm and head."""
-        rows, taps, found = rows_on(self.device, step, self.backend), step.wanted.hidden, dict[int, torch.Tensor]()
+        rows = rows_on(self.device, step, self.backend)
+        return self._finished(rows, last, *self._through(hidden, rows, first, last, step.wanted.hidden))
+
+    def _through(
+        self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, taps: Collection[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Rows through layers [first, last), and the inputs of the layers in ``taps`` among them.
+
+        ``hidden``: None where the rows begin with their tokens.
+        """
         hidden = self._embedded(rows.tokens[0].to(self.device)) if hidden is None else hidden
-        angles, parts = dict[Rope, Angles](), step.plan.parts
+        angles, parts, found = dict[Rope, Angles](), rows.step.plan.parts, dict[int, torch.Tensor]()
         for number in range(first, last):
             if number in taps:
                 found[number] = hidden
@@ -109,7 +142,7 @@ class TorchExecutor:
                 angles[rope] = self._angles(rope, rows)
             mix = partial(_attended, rows, number, own.attention)
             hidden = layer(own, self._weights.layers[number], hidden, angles[rope], mix, which)
-        return self._finished(rows, last, hidden, found)
+        return hidden, found
 
     def _finished(self, rows: Rows, last: int, hidden: torch.Tensor, found: dict[int, torch.Tensor]) -> StepOutput:
         """What is wanted of rows that passed the layers before ``last``; ``found``: inputs of layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from specdec.decoder.settings import Settings
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.decoder.weights.quantised import opened_source
 from specdec.errors import ConfigError, TargetError
+from specdec.execute import cuda_kernels
+from specdec.execute.cuda import CudaExecutor
 from specdec.execute.native import NativeExecutor, why_not
 from specdec.execute.torch import TorchExecutor
 from specdec.models.gguf import GgufFile
@@ -26,10 +28,13 @@ from specdec.models.gguf_tokenizer import ends_of
 from specdec.models.inspection import eos_ids_of
 from specdec.models.live_weights import read_live
 from specdec.models.self_check import Reference, own_logits, tokens_for
+from specdec.models.warming import warm_up
+from specdec.runners.recording import Recording
 from specdec.sampling.sampler import Sampler
 from specdec.settings.copies import NotCopied
-from specdec.step import torch_switches
+from specdec.step import device_copies, torch_switches
 from specdec.step.cache import KVCache
+from specdec.step.pages import PAGE
 from specdec.step.slots import LayerSpec
 from specdec.step.step_io import StepInput
 from specdec.step.step_output import StepOutput
@@ -37,6 +42,8 @@ from specdec.step.step_output import StepOutput
 __all__ = ["DescribedTarget"]
 
 _HOST = torch.device("cpu")
+_PAGES_SHARE = 0.9  # of the bytes that a device has left; vLLM's gpu_memory_utilization is the same by default
+_WHAT_FOLLOWS = "texts may part from plain decoding's where two logits are as good as equal"
 
 
 class DescribedTarget(NotCopied):
@@ -45,9 +52,10 @@ class DescribedTarget(NotCopied):
     Args:
         checkpoint: its weights, which are read once.
         dtype, device: of the computation.
-        execution: ``torch`` or ``native``.
-        attention: kernels of the former, see :mod:`specdec.runners.attention`.
-        int8: of the latter, see :class:`specdec.execute.native.NativeExecutor`.
+        execution: ``torch``, which on a CUDA device is by Triton's kernels where they compute the decoder; ``native``;
+            or ``auto``, which is native where that runs.
+        attention: kernels of ``torch``, see :mod:`specdec.runners.attention`.
+        int8: of ``native``, see :class:`specdec.execute.native.NativeExecutor`.
         eos_ids: the tokens that end a text.
         config: of transformers, whose sizes measurements are kept by.
 
@@ -79,12 +87,15 @@ class DescribedTarget(NotCopied):
         self.spec, self.backend, self.dtype, self.eos_ids = checkpoint.spec, attention, dtype, eos_ids
         self.device = self.head_device = device
         self.executor: TorchExecutor
-        if execution == "native":
-            if (why := why_not(self.spec, dtype, device)) is not None:
-                raise ConfigError(f"execution={execution!r} cannot run this model: {why}; leave it at auto")
+        why = why_not(self.spec, dtype, device)
+        if execution == "native" and why is not None:
+            raise ConfigError(f"execution={execution!r} cannot run this model: {why}; leave it at auto")
+        if execution == "native" or (execution == "auto" and attention == "auto" and why is None):
             self.executor = NativeExecutor(checkpoint, dtype=dtype, int8=int8)
         else:
-            self.executor = TorchExecutor(checkpoint, dtype=dtype, device=device, backend=attention)
+            by_torch = cuda_kernels.why_not(self.spec, dtype, device) is not None
+            kind = TorchExecutor if by_torch else CudaExecutor
+            self.executor = kind(checkpoint, dtype=dtype, device=device, backend=attention)
         self.name, self.vocab_size, self.hidden_size = self.spec.architecture, self.spec.vocab, self.spec.hidden
         self.num_layers, self.context_length = len(self.spec.layers), self.spec.context
         self.layer_weights, self.config = checkpoint.layer_weights, config
@@ -201,6 +212,46 @@ class DescribedTarget(NotCopied):
         """Its weights as transformers has them, sorted by its names."""
         return self.executor.named_weights()
 
+    @property
+    def pages(self) -> bool:
+        """Whether caches are in pages."""
+        return self.executor.pages
+
+    @property
+    def recording(self) -> Recording | None:
+        """What drafters on its device have their passes recorded by; None where nothing is recorded."""
+        return self.executor.recording
+
+    def warm_up(
+        self,
+        rows: int,
+        *,
+        sequences: int = 1,
+        taps: Collection[int] = (),
+        exit_layer: int | None = None,
+        levels: int = 0,
+    ) -> None:
+        if device_copies.is_apart(self.device):
+            options: dict[str, Any] = {"sequences": sequences, "taps": taps, "exit_layer": exit_layer, "levels": levels}
+            warm_up(self, self.executor.choose_cuts, rows, **options)
+
+    def cache_room(self) -> int | None:
+        """Bytes that the pages of further texts may have; None where caches are not in pages, and there is no telling.
+
+        It is what is free of the pages that there are, and most of what the device has left. The rest is for what
+        forwards compute, and for the drafters' own caches.
+        """
+        left = device_copies.free_bytes(self.device) if self.pages else None
+        return None if left is None else int(_PAGES_SHARE * left) + sum(pool.free_bytes for pool in self.executor.pools)
+
+    def _describe_cache(self) -> str | None:
+        """The pages of all texts; None where each text's cache is its own."""
+        if not self.pages:
+            return None
+        pools = self.executor.pools
+        used, pages, size = (sum(getattr(pool, name) for pool in pools) for name in ("used", "pages", "nbytes"))
+        return f"in pages of {PAGE} tokens; {used} of {pages} in use, {size / 1e6:.1f} MB"
+
     def describe(self) -> dict[str, dict[str, Any]]:
         """What runs: section -> name -> value."""
         return {
@@ -213,7 +264,14 @@ class DescribedTarget(NotCopied):
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": str(self.device),
             },
-            "execution": {"runner": self.executor.name, "batch-invariant": "yes" if self.batch_invariant else "no"},
+            "execution": {
+                "runner": self.executor.name,
+                "batch-invariant": "yes" if self.batch_invariant else f"no: {self.executor.varies}; {_WHAT_FOLLOWS}",
+                "attention": self.executor.attention(),
+                "CUDA graphs": self.executor.graphs() if self.device.type == "cuda" else None,
+                "cuts of products": self.executor.cuts(),
+                "cache": self._describe_cache(),
+            },
         }
 
 

@@ -25,7 +25,7 @@ from specdec.errors import SpecdecWarning, first_line
 from specdec.settings.files import cache_folder, digest_of, parse_json, write_json
 from specdec.step.device_copies import seconds_of
 
-__all__ = ["BUDGET", "ChosenCuts", "Weight", "card_of", "fastest", "weight_of"]
+__all__ = ["BUDGET", "ChosenCuts", "Weight", "any_rows", "card_of", "fastest", "weight_of"]
 
 Weight = tuple[int, int, bool]
 """Outputs and inputs of a product, and whether its weight is of two, gate and up."""
@@ -199,6 +199,14 @@ def weight_of(weight: torch.Tensor, *, gated: bool = False) -> Weight:
     """The shape of a product with a weight [out, in], or [2 out, in] of gate and up."""
     outputs, inputs = weight.shape
     return outputs // (2 if gated else 1), inputs, gated
+
+
+def any_rows(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Rows [count, in] for a weight [out, in], of numbers of many sizes; torch's own generators give none of them."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(count, like.shape[1], generator=generator)
+    sizes = torch.randint(-6, 3, rows.shape, generator=generator)
+    return torch.ldexp(rows, sizes).to(like)
 
 
 def card_of(device: torch.device) -> dict[str, Any] | None:

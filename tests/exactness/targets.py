@@ -42,7 +42,7 @@ class Targets:
         """The case's; where steps are recorded it is made for each case."""
         if case.recorded:
             target = launching.fused(models.new_model(case.family))
-            target.runner.pages = case.executor == "paged"  # type: ignore[attr-defined]
+            target.executor.pages = case.executor == "paged"
             return target
         key = (case.executor, case.format, case.family, case.activations)
         if key not in self._made:

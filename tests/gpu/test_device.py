@@ -19,6 +19,7 @@ from transformers import (
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.bench.shapes import random_model, random_prompt
 from specdec.drafting.registry import drafter_names, make_drafter
+from specdec.models.described_target import DescribedTarget
 from specdec.runners import cuts
 from specdec.runners.attention import BACKENDS as ALL_BACKENDS
 from specdec.runners.attention import attend
@@ -31,7 +32,8 @@ from specdec.step.step_output import finite_argmax
 from specdec.step.tree import ancestors
 from tests import seam
 from tests.fakes import Alternating
-from tests.models import new_model, prompt_of, reference, settings_of
+from tests.launching import fused
+from tests.models import OF_LAYERS, new_model, prompt_of, reference, settings_of
 
 products = pytest.importorskip("specdec.runners.kernels.product")
 pick = pytest.importorskip("specdec.runners.kernels.pick")
@@ -49,23 +51,31 @@ NEW = 50
 
 
 @cache
-def target_of(family: str, attention: str = "auto", execution: str = "modules") -> TransformersTarget:
-    model = new_model(family, torch.float32).to(DEVICE)
-    return TransformersTarget(model, attention=attention, execution=execution, owned=True)
+def model_of(family: str) -> Any:
+    return new_model(family, torch.float32).to(DEVICE)
+
+
+@cache
+def target_of(family: str, attention: str = "auto", execution: str = "modules") -> Any:
+    """``auto``: a copy of its weights, by Triton's kernels where they compute the family, else by torch."""
+    model = model_of(family)
+    return TransformersTarget(model) if execution == "modules" else fused(model, attention=attention)
 
 
 @cache
 def greedy(family: str, prompt: tuple[int, ...]) -> list[int]:
-    return reference(target_of(family).model, prompt, NEW)
+    return reference(model_of(family), prompt, NEW)
 
 
 # -- Text --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("attention", "execution"), [("sdpa", "modules"), ("split", "auto"), ("auto", "auto")])
+@pytest.mark.parametrize(("attention", "execution"), [("auto", "modules"), ("split", "auto"), ("auto", "auto")])
 @pytest.mark.parametrize("drafter", drafter_names())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafter_changes_no_token(family: str, drafter: str, attention: str, execution: str, tmp_path: Path) -> None:
+    if execution == "modules" and drafter in OF_LAYERS:
+        pytest.skip("a whole forward runs no layers alone")
     target = target_of(family, attention, execution)
     assert target.device.type == target.head_device.type == DEVICE.type
     for settings in settings_of(drafter, target, tmp_path):
@@ -106,7 +116,7 @@ def test_noise_is_the_cpu_s() -> None:
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_half_precision_writes_a_text_without_ties(attention: str, dtype: torch.dtype) -> None:
     """The benchmark's random model is sure of every token, so that no kernel's rounding shows."""
-    target = TransformersTarget(random_model("toy", dtype, DEVICE), attention=attention, owned=True)
+    target = DescribedTarget.from_model(random_model("toy", dtype, DEVICE), attention=attention)
     prompt = random_prompt(256, 300)
     expected = Engine(TransformersTarget(random_model("toy"))).generate(prompt, 100).token_ids
     for drafter in ("none", "lookahead", "token_recycling"):
@@ -184,7 +194,7 @@ def test_numbers_are_read_as_they_were_when_asked_for() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_replayed_steps_are_those_that_are_launched(family: str) -> None:
     """On both sides of buckets' borders, after texts of several lengths and a growth of the cache."""
-    target = target_of(family, execution="fused")
+    target = target_of(family, execution="auto")
     own = seam.text(target, capacity=1500, rows=64)
     with target.active():
         while own.length < 1200:
@@ -198,19 +208,19 @@ def test_replayed_steps_are_those_that_are_launched(family: str) -> None:
                 assert other.logits is not None
                 assert (one.logits - other.logits).abs().max() < 1e-3 * other.logits.abs().max()
                 assert (one.hidden[1] - other.hidden[1]).abs().max() < 1e-3 * other.hidden[1].abs().max()
-    assert "recorded" in target.runner.graphs("auto")
+    assert "recorded" in target.executor.graphs()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_texts_of_a_batch_are_those_of_each(family: str) -> None:
-    engine = Engine(target_of(family, execution="fused"), None, "token_recycling", max_rows=16)
+    engine = Engine(target_of(family, execution="auto"), None, "token_recycling", max_rows=16)
     prompts = [prompt_of(size, seed=size) for size in (40, 1, 9, 33)]
     found = engine.generate_batch(prompts, NEW, batch=3)
     assert [one.token_ids for one in found] == [greedy(family, prompt) for prompt in prompts]
 
 
 def test_what_was_warmed_up_is_not_recorded_again() -> None:
-    target = TransformersTarget(random_model("toy", torch.bfloat16, DEVICE), owned=True)
+    target = DescribedTarget.from_model(random_model("toy", torch.bfloat16, DEVICE))
     target.warm_up(64)
     told = target.describe()["execution"]["CUDA graphs"]
     assert "of 1, 2, 4, 8, 16, 32, 64 rows" in told
@@ -222,7 +232,7 @@ def test_what_was_warmed_up_is_not_recorded_again() -> None:
 @pytest.mark.parametrize("drafter", ["eagle", "dflash", "medusa"])
 def test_passes_of_heads_are_recorded(drafter: str, sampling: SamplingParams | None, tmp_path: Path) -> None:
     """In half precision, with texts that are plain decoding's."""
-    target = TransformersTarget(new_model("llama", torch.float16).to(DEVICE), execution="fused", owned=True)
+    target = fused(new_model("llama", torch.float16).to(DEVICE))
     plain = Engine(target).generate(PROMPTS[1], NEW, sampling).token_ids
     for options in settings_of(drafter, target, tmp_path):
         made: Any = make_drafter({"name": drafter, **options}, target)
@@ -265,14 +275,14 @@ def test_draws_in_a_graph_are_those_behind_it(dtype: torch.dtype) -> None:
 def test_a_warm_up_chooses_cuts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "cache_folder", lambda: tmp_path)
     model, prompt = random_model("toy", torch.bfloat16, DEVICE), random_prompt(256, 20)
-    target = TransformersTarget(model, owned=True)
+    target = DescribedTarget.from_model(model)
     text = Engine(target).generate(prompt, 50).token_ids
     assert "a warm-up on a GPU times others" in target.describe()["execution"]["cuts of products"]
     target.warm_up(32)
     told = target.describe()["execution"]["cuts of products"]
     assert "that were timed" in told
     assert Engine(target).generate(prompt, 50).token_ids == text
-    again = TransformersTarget(random_model("toy", torch.bfloat16, DEVICE), owned=True)
+    again = DescribedTarget.from_model(random_model("toy", torch.bfloat16, DEVICE))
     assert again.describe()["execution"]["cuts of products"] == told
 
 
@@ -310,7 +320,7 @@ def test_a_graph_is_recorded_after_all_others_are_gone() -> None:
 # -- Memory ------------------------------------------------------------------------------------------------------------
 
 
-def peak(target: TransformersTarget, new: int, prompt: int = 5) -> int:
+def peak(target: Any, new: int, prompt: int = 5) -> int:
     """Bytes of the device's memory that a generation adds at its peak."""
     engine = Engine(target, None, "prompt_lookup", max_rows=16, prefill_chunk=64)
     engine.generate(prompt_of(prompt), new)  # workspaces of the libraries and tables of positions stay
@@ -323,11 +333,9 @@ def peak(target: TransformersTarget, new: int, prompt: int = 5) -> int:
 
 def test_rolling_buffer_stays() -> None:
     """Eight windows' length and thirty-two: the same bytes, where a cache of the whole text grows."""
-    ring = TransformersTarget(
-        new_model("mistral", torch.float32, sliding_window=64, max_position_embeddings=4096).to(DEVICE)
-    )
-    whole = TransformersTarget(
-        new_model("mistral", torch.float32, sliding_window=None, max_position_embeddings=4096).to(DEVICE)
+    ring, whole = (
+        fused(new_model("mistral", torch.float32, sliding_window=window, max_position_embeddings=4096).to(DEVICE))
+        for window in (64, None)
     )
     grown = 3 * 2 * 2 * 8 * 4 * (2048 - 512)  # layers, keys and values, heads, width, bytes
     assert peak(whole, 2048) - peak(whole, 512) >= grown
@@ -335,7 +343,6 @@ def test_rolling_buffer_stays() -> None:
 
 
 def test_prefill_memory_does_not_grow_with_the_prompt() -> None:
-    target = TransformersTarget(
-        new_model("mistral", torch.float32, sliding_window=64, max_position_embeddings=4096).to(DEVICE)
-    )
+    model = new_model("mistral", torch.float32, sliding_window=64, max_position_embeddings=4096)
+    target = fused(model.to(DEVICE))
     assert abs(peak(target, 8, prompt=3000) - peak(target, 8, prompt=500)) < 1 << 16

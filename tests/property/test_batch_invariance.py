@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from specdec import Draft, Engine, SamplingParams, TransformersTarget
-from specdec.models import transformers_target
+from specdec import Draft, Engine, SamplingParams
+from specdec.models.described_target import DescribedTarget
 from specdec.runners import cuts
-from specdec.runners.cuda import CudaRunner
 from specdec.step.tree import ancestors
 from tests import seam
-from tests.launching import Recorder, launch
+from tests.launching import Recorder, fused, launch
 from tests.models import new_model, prompt_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -34,22 +32,14 @@ TREE = Draft((3, 4, 5, 6, 9), (-1, 0, 0, 2, 3))
 TEXT = prompt_of(80)
 
 
-def unchecked(patch: pytest.MonkeyPatch) -> None:
-    """Models are not held against their own modules when they are loaded, which takes a while here."""
-    checks = SimpleNamespace(check_modules=lambda _: None, differs=lambda: None)
-    patch.setattr(transformers_target, "Reference", lambda *_: checks)
-
-
-def target_of(family: str, patch: pytest.MonkeyPatch) -> tuple[TransformersTarget, Recorder]:
-    unchecked(patch)
+def target_of(family: str, patch: pytest.MonkeyPatch) -> tuple[DescribedTarget, Recorder]:
     recorder = launch(patch, kernels)
-    target = TransformersTarget(new_model(family, torch.float16, **SMALL), execution="fused", owned=True)
-    assert isinstance(target.runner, CudaRunner)
+    target = fused(new_model(family, torch.float16, **SMALL))
     assert target.batch_invariant
     return target, recorder
 
 
-def filled(target: TransformersTarget, text: Sequence[int], chunk: int) -> seam.Text:
+def filled(target: DescribedTarget, text: Sequence[int], chunk: int) -> seam.Text:
     """A text that was read in chunks."""
     return seam.text(target, capacity=200, rows=16).fill(text, chunk, again=False)
 
@@ -97,8 +87,8 @@ def test_cuts_that_were_chosen_change_no_bit(length: int, tmp_path: Path, monkey
             own = filled(target, TEXT[:length], length)  # 40 are of a bucket whose rows are in two programs
             logits.append(own.run(TREE).logits)
     assert torch.equal(*logits)
-    assert other.runner._cuts._chosen == chosen._chosen  # type: ignore[attr-defined]
-    assert "up to 16 rows: 128 tile" in str(other.runner.cuts())
+    assert other.executor._cuts._chosen == chosen._chosen  # type: ignore[attr-defined]
+    assert "up to 16 rows: 128 tile" in str(other.executor.cuts())
 
 
 @pytest.mark.slow
@@ -141,40 +131,25 @@ def test_texts_are_plain_decoding_s(drafter: str, temperature: float, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("dtype", "changes", "attention", "reason"),
+    ("dtype", "turned", "attention", "reason"),
     [
-        (torch.float16, {}, "auto", None),
-        (torch.float16, {}, "split", "attention='split' asks for kernels"),
-        (torch.float32, {}, "auto", "in float32 products are cuBLAS's"),
-        (torch.float16, {"head": torch.float32}, "auto", "the last norm or the head is in another dtype"),
-        (torch.float16, {"shift": 3}, "auto", "a weight of shape"),
-        (torch.float16, {"hook": True}, "auto", "the head (Linear) has hooks"),
+        (torch.float16, "", "auto", None),
+        (torch.float16, "", "split", "attention='split' asks for kernels"),
+        (torch.float32, "", "auto", "in float32 products are cuBLAS's"),
+        (torch.float16, "model.layers.0.mlp.down_proj", "auto", "a weight of shape [32, 48] does not lie row by row"),
+        (torch.float16, "lm_head", "auto", "a weight of shape"),
     ],
 )
 def test_which_targets_are_batch_invariant_is_told(
-    dtype: torch.dtype, changes: dict[str, Any], attention: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, turned: str, attention: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And why others are not: what their products, attention, norms or head are."""
-    unchecked(monkeypatch)
+    """And why others are not: what their products and attention are."""
     launch(monkeypatch, kernels)
     model: Any = new_model("llama", dtype, **SMALL)
-    if "shift" in changes:
-        linear = model.model.layers[-1].mlp.down_proj
-        room = torch.zeros(linear.weight.numel() + changes["shift"], dtype=dtype)
-        own = room[changes["shift"] :].view_as(linear.weight)
-        own.copy_(linear.weight.data)
-        linear.weight.data = own
-    if "hook" in changes:
-        model.lm_head.register_forward_hook(lambda *_: None)
-    target = TransformersTarget(model, execution="fused", attention=attention, owned=True)
-    if "head" in changes:
-        runner = target.runner
-        assert isinstance(runner, CudaRunner)
-        model.lm_head.to(changes["head"])
-        target.runner = CudaRunner(
-            runner._known, runner._graphs._recorder, kernels, 300, runner._cuts, norm=model.model.norm,
-            head=model.lm_head, embedding=model.model.embed_tokens, rotary=runner._rotary, holders=[], modules=[],
-        )  # fmt: skip
+    if turned:
+        linear = model.get_submodule(turned)
+        linear.weight.data = linear.weight.data.t().contiguous().t()
+    target = fused(model, attention=attention)
     told = target.describe()["execution"]
     assert target.batch_invariant == (reason is None) == ("fixed positions" in told["attention"])
     assert told["batch-invariant"] == "yes" if reason is None else told["batch-invariant"].startswith(f"no: {reason}")

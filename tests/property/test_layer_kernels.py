@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.errors import SpecdecWarning
-from specdec.runners import choice as choices
-from specdec.runners.cuda import CudaRunner
+from specdec.execute import cuda_kernels
+from specdec.execute.cuda import CudaExecutor
 from specdec.runners.rotary import rotate, signed
 from tests import seam
-from tests.launching import launch
+from tests.launching import fused, launch
 from tests.models import new_model, prompt_of
 
 CompilationError = pytest.importorskip("triton", reason="Triton is not installed").CompilationError
@@ -80,7 +80,7 @@ def test_kernels_are_tried_on_the_layers_that_they_are_for(
     dtype: torch.dtype, name: str, given: set[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler's errors are no RuntimeErrors, and one in the midst of loading would end it."""
-    load, shapes = choices.layer_kernels.__wrapped__, frozenset({(4, 2, 12, True), (4, 4, 8, False)})
+    load, shapes = cuda_kernels.layer_kernels.__wrapped__, frozenset({(4, 2, 12, True), (4, 4, 8, False)})
     assert load(torch.device("cpu"), dtype, shapes) is kernels
     tried = []
 
@@ -94,27 +94,20 @@ def test_kernels_are_tried_on_the_layers_that_they_are_for(
     assert tried[0] in given
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused runners are those of a CUDA device."""
-    monkeypatch.setattr(choices.RunnerMaker, "_kernels", lambda maker: kernels)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2"])
-def test_a_model_is_itself(family: str) -> None:
-    """The self-check at load holds it against the model; entries and taps; and the text of a few steps."""
-    target, plain = (
-        TransformersTarget(new_model(family, torch.float32, **SMALL), execution=execution, owned=True)
-        for execution in ("fused", "modules")
-    )
-    assert isinstance(target.runner, CudaRunner)
+def test_a_model_is_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and taps of a tree are those of its modules, and the text of a few steps."""
+    plain = TransformersTarget(new_model(family, torch.float32, **SMALL))
+    launch(monkeypatch, kernels)
+    target = fused(plain.model)
+    assert isinstance(target.executor, CudaExecutor)
     draft = Draft((3, 4, 5, 6), (-1, 0, 0, 2))
     outputs = []
     for one in (target, plain):
         with one.active():
             outputs.append(seam.text(one, capacity=20, rows=8).run(draft, taps={0, 1, 2}))
+    assert torch.allclose(outputs[0].logits, outputs[1].logits, rtol=1e-3, atol=1e-4)
     for layer in range(3):
         assert torch.allclose(outputs[0].hidden[layer], outputs[1].hidden[layer], rtol=1e-3, atol=1e-4)
     for sampling in (None, SamplingParams(temperature=0.8, seed=1)):
@@ -129,8 +122,7 @@ def test_a_model_is_itself(family: str) -> None:
 def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of other lengths, so that the rows stand elsewhere in each; replayed, a fourth one has none."""
     recorder = launch(monkeypatch, kernels)
-    target = TransformersTarget(new_model("mistral", torch.float32, **SMALL), execution="fused", owned=True)
-    assert isinstance(target.runner, CudaRunner)
+    target = fused(new_model("mistral", torch.float32, **SMALL))
     drafts = [Draft((3, 4, 5, 6), (-1, 0, 0, 2)), Draft.chain((3,)), Draft((8, 4, 5, 6), (-1, 0, 1, 1))]
     made, found = len(recorder.made), []
     for together in (False, True):
@@ -151,7 +143,7 @@ def test_rows_of_several_sequences_are_those_of_each(replayed: bool, monkeypatch
 def test_a_text_beyond_the_model_s_length_has_its_graphs_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was recorded for shorter texts has no room for it."""
     recorder = launch(monkeypatch)
-    target = TransformersTarget(new_model("llama", torch.float32, **SMALL), execution="fused", owned=True)
+    target = fused(new_model("llama", torch.float32, **SMALL))
     made = []
     for length in (3, 400, 410):
         own = seam.text(target, capacity=500, rows=8).blank(length)

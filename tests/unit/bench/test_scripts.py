@@ -28,7 +28,7 @@ from specdec.bench.oracle import OraclePoint
 from specdec.bench.shapes import random_model, weight_bytes
 from specdec.drafting.registry import drafter_names
 from specdec.engine.questions import read_questions
-from specdec.models.transformers_target import TransformersTarget
+from specdec.models.described_target import DescribedTarget
 from specdec.native import library as native
 from specdec.runners import cuts
 from tests.gguf_files import new_llama, write_gguf
@@ -191,15 +191,15 @@ def test_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_gpu_check_sees_rows_that_depend_on_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, forward = load("gpu_check"), TransformersTarget.forward
+    script, forward = load("gpu_check"), DescribedTarget.forward
 
-    def leaning(target: TransformersTarget, step: Any) -> Any:
+    def leaning(target: DescribedTarget, step: Any) -> Any:
         output = forward(target, step)
         if output.logits is not None and step.rows > 3:
             output.logits[-1] *= 1 + 1e-6
         return output
 
-    monkeypatch.setattr(TransformersTarget, "forward", leaning)
+    monkeypatch.setattr(DescribedTarget, "forward", leaning)
     script.main([*QUICK, "--out", str(tmp_path / "check"), "--only=bits"])
     kept = kept_in(tmp_path / "check")
     assert kept["bits", "toy, float32, chain of 5 rows"]["differing"] == 1
@@ -257,13 +257,13 @@ def test_gpu_check_compares_cuts_that_are_chosen_here(tmp_path: Path, monkeypatc
     check.on_gpu, target = True, fused(new_model("llama", torch.float16, num_hidden_layers=1))
     monkeypatch.setattr(check, "target", lambda shape: target)
     target.warm_up(1)
-    before, files = target.runner.cuts(), sorted(tmp_path.rglob("*.json"))
+    before, files = target.executor.cuts(), sorted(tmp_path.rglob("*.json"))
     monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=lambda: device.now))
     found = dict(script.SECTIONS["cuts"](check))["toy"]()
     assert all(found["chosen, ms"][rows] < found["table's, ms"][rows] for rows in (1, 16, 64))
     assert found["warm-up, choosing, s"] > found["warm-up, chosen before, s"] > 0
     assert "up to 64 rows: " in found["cuts"]
-    assert target.runner.cuts() == before
+    assert target.executor.cuts() == before
     assert sorted(tmp_path.rglob("*.json")) == files
 
 

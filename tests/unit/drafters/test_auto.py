@@ -335,4 +335,4 @@ def test_on_a_device_an_eagle_head_is_loaded_where_its_passes_are_recorded(
     assert len(looked) == records, "weights that would be dropped are not loaded"
     prompt = prompt_of(9)
     text = Engine(target, None, drafter, max_rows=16, costs=curve_of(row=0.01)).generate(prompt, 20).token_ids
-    assert text == reference(target.model, prompt, 20)
+    assert text == reference(model, prompt, 20)

@@ -12,7 +12,7 @@ import torch
 from drafters.heads.block_step import Blank, BlockStep
 from drafters.heads.loading import load_head
 from drafters.shared.vocabulary import DraftVocabulary
-from specdec import TransformersTarget
+from specdec import Target, TransformersTarget
 from tests import heads, seam
 from tests.launching import Recorder, fused, launch
 from tests.models import VOCAB, new_model
@@ -37,7 +37,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return launch(monkeypatch)
 
 
-def step_of(made: tuple[dict[str, Any], heads.Tensors], folder: Path, target: TransformersTarget) -> BlockStep:
+def step_of(made: tuple[dict[str, Any], heads.Tensors], folder: Path, target: Target) -> BlockStep:
     head: Any = load_head(heads.write(folder, *made), "dflash", target, check_target=False).to("cpu", DTYPE)
     return BlockStep(head, DraftVocabulary(head.draft_tokens, target).head, target, head.config.drafted)
 

@@ -55,7 +55,8 @@ def test_what_it_is_is_told(tmp_path: Path) -> None:
     models.new_model("gemma3", torch.bfloat16, eos_token_id=[5, 7]).save_pretrained(tmp_path)
     target = DescribedTarget.from_folder(tmp_path)
     assert (target.dtype, target.eos_ids, target.context_length) == (torch.bfloat16, {5, 7}, 256)
-    assert target.describe()["execution"] == {"runner": "torch", "batch-invariant": "no"}
+    told = target.describe()["execution"]
+    assert (told["runner"], told["batch-invariant"][:3]) == ("torch", "no:")
     live = TransformersTarget.from_pretrained(tmp_path)
     assert (target.name, target.layer_weights, target.specs) == (live.name, live.layer_weights, live.specs)
 

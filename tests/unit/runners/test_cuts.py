@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, TransformersTarget
+from specdec import Engine
 from specdec.errors import SpecdecWarning
+from specdec.models.described_target import DescribedTarget
 from specdec.runners import cuts as module
 from specdec.runners.cuts import BUDGET, fastest
 from tests.launching import Kernels, fused, launch
@@ -88,12 +89,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cuts"
 
 
-def target_of() -> TransformersTarget:
+def target_of() -> DescribedTarget:
     return fused(new_model("llama", torch.float16, **SIZES))
 
 
-def chosen(target: TransformersTarget) -> dict[Any, dict[int, Any]]:
-    found: dict[Any, dict[int, Any]] = target.runner._cuts._chosen  # type: ignore[attr-defined]
+def chosen(target: DescribedTarget) -> dict[Any, dict[int, Any]]:
+    found: dict[Any, dict[int, Any]] = target.executor._cuts._chosen  # type: ignore[attr-defined]
     return {weight: dict(cuts) for weight, cuts in found.items()}
 
 
@@ -189,7 +190,7 @@ def test_choosing_has_a_budget_and_goes_on_in_the_next_warm_up(monkeypatch: pyte
     device = Device(monkeypatch, by_lot)
     target = target_of()
     device.recording = 1.0
-    choose, spent = target.runner._cuts.choose, list[float]()  # type: ignore[attr-defined]
+    choose, spent = target.executor._cuts.choose, list[float]()  # type: ignore[attr-defined]
 
     def watched(*given: Any) -> Any:
         began = device.now
@@ -198,7 +199,7 @@ def test_choosing_has_a_budget_and_goes_on_in_the_next_warm_up(monkeypatch: pyte
         finally:
             spent.append(device.now - began)
 
-    monkeypatch.setattr(target.runner._cuts, "choose", watched)  # type: ignore[attr-defined]
+    monkeypatch.setattr(target.executor._cuts, "choose", watched)  # type: ignore[attr-defined]
     counts = list[int]()
     for _ in range(40):
         target.warm_up(32)
@@ -259,7 +260,7 @@ def test_a_file_that_is_broken_or_foreign_is_ignored(monkeypatch: pytest.MonkeyP
     text = Engine(target).generate(prompt_of(9), 4).token_ids
     target.warm_up(1)
     weight = (64, 192, False)
-    path = target.runner._cuts._file(weight)  # type: ignore[attr-defined]
+    path = target.executor._cuts._file(weight)  # type: ignore[attr-defined]
     whole = path.read_text()
     for name, (given, reason) in damaged(whole, weight).items():
         path.write_bytes(given if isinstance(given, bytes) else given.encode())
@@ -284,12 +285,12 @@ def test_nothing_is_timed_in_an_answer_or_where_steps_cannot_be_recorded(monkeyp
     Engine(target, None, "prompt_lookup").generate(prompt_of(9), 6)
     for other in (fused(new_model("llama", torch.float32, **SIZES)), target):
         if other is target:
-            monkeypatch.setattr(target.runner._graphs, "failed", "no graphs")  # type: ignore[attr-defined]
+            monkeypatch.setattr(target.executor._graphs, "failed", "no graphs")  # type: ignore[attr-defined]
         other.warm_up(2)
         assert not any(chosen(other).values())
-    monkeypatch.setattr(target.runner._graphs, "failed", None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(target.executor._graphs, "failed", None)  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        target.runner._graphs,
+        target.executor._graphs,
         "_recorder",
         SimpleNamespace(record=lambda work: 1 / 0),  # type: ignore[attr-defined]
     )

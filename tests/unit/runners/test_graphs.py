@@ -22,10 +22,9 @@ from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import CacheError, SpecdecWarning, TargetError
+from specdec.execute.torch import TorchExecutor
 from specdec.runners import sent_rows
-from specdec.runners.cuda import CudaRunner
 from specdec.runners.graphs import CudaRecorder
-from specdec.runners.runner import LayerRunner
 from specdec.step import device_copies
 from specdec.step.cache import KVCache
 from specdec.step.pages import PagePool
@@ -166,10 +165,11 @@ def test_texts_are_those_of_steps_that_are_launched(
 
 
 def test_one_graph_does_for_two_engines_and_for_texts_that_alternate(recorder: Recorder) -> None:
-    target = fused(new_model("llama", torch.float64))
+    model = new_model("llama", torch.float64)
+    target = fused(model)
     engines = [Engine(target), Engine(target)]
     prompts = [prompt_of(size, seed=size) for size in (5, 30)]
-    expected = [reference(target.model, prompt, 12) for prompt in prompts]
+    expected = [reference(model, prompt, 12) for prompt in prompts]
     made = None
     decodings = [engine.start(prompt, 12) for engine, prompt in zip(engines, prompts, strict=True)]
     with target.active():
@@ -229,17 +229,17 @@ def test_the_head_argmax_and_draws_are_in_the_graph(
     both = zip(prompts, sampling, strict=True)
     expected = [Engine(plain, None, options, max_rows=8).generate(prompt, 16, one).token_ids for prompt, one in both]
     engine, inside, drawn = Engine(target, None, options, max_rows=8), list[bool](), list[bool]()
-    finish, decide = LayerRunner.finish, verification.decide
+    finish, decide = TorchExecutor._finished, verification.decide
 
-    def behind(own: Any, hidden: Any, rows: Any, *rest: Any) -> Any:
+    def behind(own: Any, rows: Any, *rest: Any) -> Any:
         inside.append(not rows.again)
-        return finish(own, hidden, rows, *rest)
+        return finish(own, rows, *rest)
 
     def decided(sampler: Any, output: Any, depths: Any) -> Any:
         drawn.append(sampler.sample)
         return decide(sampler, output, depths)
 
-    monkeypatch.setattr(LayerRunner, "finish", behind)
+    monkeypatch.setattr(TorchExecutor, "_finished", behind)
     monkeypatch.setattr(verification, "decide", decided)
     found = engine.generate_batch(prompts, 16, sampling, batch=4)
     assert [one.error for one in found] == [None] * 4
@@ -262,8 +262,7 @@ def test_the_walk_and_the_commit_are_in_the_graph(
 ) -> None:
     """Of trees in a batch whose texts begin, end and are cut in turn. Behind other processors the host does both."""
     plain, target = (TransformersTarget(new_model("llama", torch.float64)), fused(new_model("llama", torch.float64)))
-    assert isinstance(target.runner, CudaRunner)
-    target.runner.pages = pages
+    target.executor.pages = pages
     options = {**settings_of(drafter, plain, tmp_path)[-1]}
     if drafter != "token_recycling":
         options["check_target"] = False
@@ -309,8 +308,7 @@ def test_texts_in_pages_are_plain_decoding_s(
     """Texts over a page's end, some with a common beginning, that come and go; at last all pages are given back."""
     plain = TransformersTarget(new_model(family, torch.float64))
     target = fused(new_model(family, torch.float64))
-    assert isinstance(target.runner, CudaRunner)
-    target.runner.pages = True
+    target.executor.pages = True
     prompts = [prompt_of(size, seed=size) for size in (50, 1, 9, 63)]
     prompts += [(*prompt_of(70, seed=1), *prompt_of(size, seed=size)) for size in (3, 20)]
     for options in settings_of(drafter, plain, tmp_path)[:1]:
@@ -337,13 +335,12 @@ def test_texts_in_pages_are_plain_decoding_s(
 def test_requests_wait_for_pages(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what all texts may still become, so that none finds no page in its middle; one that is alone does not wait."""
     target = fused(new_model("llama", torch.float64, **SIZES))
-    assert isinstance(target.runner, CudaRunner)
-    target.runner.pages = True
+    target.executor.pages = True
     engine, page = Engine(target, max_rows=4), target.num_layers * 2 * 2 * 64 * 8 * 8
     pages, most = [7], [0]
 
     def left(device: torch.device) -> int:
-        found = pages[0] * page - sum(pool.nbytes for pool in target.runner.pools)
+        found = pages[0] * page - sum(pool.nbytes for pool in target.executor.pools)
         return int(found / 0.9) + 1
 
     monkeypatch.setattr(device_copies, "free_bytes", left)
@@ -355,7 +352,7 @@ def test_requests_wait_for_pages(recorder: Recorder, monkeypatch: pytest.MonkeyP
         for events in scheduler.run():
             assert all(event.error is None for event in events)
             ended, together = ended + sum(event.last for event in events), max(together, len(scheduler._running))
-            most[0] = max(most[0], sum(pool.used for pool in target.runner.pools))
+            most[0] = max(most[0], sum(pool.used for pool in target.executor.pools))
     assert (ended, together) == (4, 2)
     assert 4 < most[0] <= 6
     pages[0] = 2
@@ -364,9 +361,9 @@ def test_requests_wait_for_pages(recorder: Recorder, monkeypatch: pytest.MonkeyP
 
 
 def test_a_prompt_for_which_no_page_is_left_ends_alone(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = fused(new_model("llama", torch.float64, **SIZES))
-    assert isinstance(target.runner, CudaRunner)
-    target.runner.pages = True
+    model = new_model("llama", torch.float64, **SIZES)
+    target = fused(model)
+    target.executor.pages = True
     grow = PagePool._grow
 
     def limited(pool: PagePool, wanted: int) -> None:
@@ -380,13 +377,14 @@ def test_a_prompt_for_which_no_page_is_left_ends_alone(recorder: Recorder, monke
     with pytest.warns(SpecdecWarning, match=r"1 of 3 prompts failed: 1 \(no memory left"):
         found = Engine(target).generate_batch(prompts, 8)
     assert isinstance(found[1].error, CacheError)
-    assert [found[at].token_ids for at in (0, 2)] == [reference(target.model, prompts[at], 8) for at in (0, 2)]
+    assert [found[at].token_ids for at in (0, 2)] == [reference(model, prompts[at], 8) for at in (0, 2)]
 
 
 def test_threads_share_graphs(recorder: Recorder) -> None:
-    target = fused(new_model("llama", torch.float64))
+    model = new_model("llama", torch.float64)
+    target = fused(model)
     prompts = [prompt_of(size, seed=size) for size in range(5, 9)]
-    expected = [reference(target.model, prompt, 12) for prompt in prompts]
+    expected = [reference(model, prompt, 12) for prompt in prompts]
     found: dict[int, list[int]] = {}
 
     def work(number: int) -> None:
@@ -437,23 +435,25 @@ def test_what_is_recorded_beforehand_is_not_recorded_in_a_text(recorder: Recorde
 
 
 def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> None:
-    target = fused(new_model("llama", torch.float64))
-    expected = reference(target.model, PROMPT, 12)
-    assert target.runner.graphs("auto") == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
-    assert "attention='split' is told" in target.runner.graphs("split")
-    assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: the model's own forward")
+    model = new_model("llama", torch.float64)
+    target, expected = fused(model), reference(model, PROMPT, 12)
+    with target.active():
+        seam.text(target).run([3] * 5)
+    assert target.executor.graphs() == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
+    assert "attention='split' is told" in fused(model, attention="split").executor.graphs()
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):
         assert Engine(target).generate(PROMPT, 12).token_ids == expected
     replays = sum(recorder.replays.values())
     assert Engine(target, drafter="lookahead").generate(PROMPT, 12).token_ids == expected
     assert sum(recorder.replays.values()) == replays
-    assert target.runner.graphs("auto").startswith("not used: RuntimeError: operation not permitted")
+    assert target.executor.graphs().startswith("not used: RuntimeError: operation not permitted")
 
 
 def test_what_is_not_recorded(recorder: Recorder) -> None:
     """Chunks of a prompt, more rows than a graph pays for, and attention that was asked for by name."""
-    target = fused(new_model("llama", torch.float64))
+    model = new_model("llama", torch.float64)
+    target = fused(model)
     made, replays = len(recorder.made), sum(recorder.replays.values())
     engine = Engine(target)
     decoding = engine.start(PROMPT, 4)
@@ -462,8 +462,8 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
         seam.text(target, capacity=300, rows=200).run([3] * 129)
         texts = [seam.text(target, capacity=80, rows=70) for _ in range(3)]
         seam.run_together(texts, [Draft.chain([3] * 65)] * 3)  # 4 x 128
-    named = fused(new_model("llama", torch.float64), attention="split")
-    assert Engine(named).generate(PROMPT, 4).token_ids == reference(target.model, PROMPT, 4)
+    named = fused(model, attention="split")
+    assert Engine(named).generate(PROMPT, 4).token_ids == reference(model, PROMPT, 4)
     assert (len(recorder.made), sum(recorder.replays.values())) == (made, replays)
 
 

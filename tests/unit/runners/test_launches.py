@@ -71,8 +71,7 @@ def test_a_plain_step_of_32_layers_launches_at_most_300_kernels(
         return outcome, mode.one("graph", replay)
 
     monkeypatch.setattr(recorder, "record", one)
-    target = fused(new_model("llama", torch.float32, num_hidden_layers=32))
-    target.backend = attention_name
+    target = fused(new_model("llama", torch.float32, num_hidden_layers=32), attention=attention_name)
     monkeypatch.setattr(attention, "_flash_takes", lambda *shape: True)
 
     def flash(query: Any, keys: Any, values: Any, scale: float, **_: Any) -> Any:

@@ -1,0 +1,130 @@
+"""Which decoders Triton's kernels compute, and whether they do so on this device."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Gated, Head, Layer, Norm, Rope
+from specdec.errors import SpecdecWarning, first_line
+from specdec.step import device_copies
+
+__all__ = ["kernels_for", "layer_kernels", "why_not"]
+
+
+def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The reason why the kernels cannot run a decoder; None where they can."""
+    if (why := _why_not_there(dtype, device) or _unlike(spec, _computed(spec), "")) is not None:
+        return why
+    if len(spec.ropes) > 1:
+        return "CUDA kernels read one table of rotary positions, and here they differ by layer"
+    return None if kernels_for(spec, dtype, device) is not None else "Triton's kernels do not work here"
+
+
+def kernels_for(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> ModuleType | None:
+    """The kernels, tried on the decoder's heads; None, with a warning, if they are missing or fail."""
+    every = (layer.attention for layer in spec.layers)
+    shapes = {(own.heads, own.kv_heads, own.head_dim, own.qk_norm is not None) for own in every}
+    return layer_kernels(device, dtype, frozenset(shapes))
+
+
+def _why_not_there(dtype: torch.dtype, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"CUDA kernels run on a CUDA device, and the model is on {device}"
+    if dtype is torch.float64:
+        return "CUDA kernels compute in single and half precision, and the model in float64"
+    return None
+
+
+def _computed(spec: DecoderSpec) -> DecoderSpec:
+    """What the kernels make of a decoder: all that they do not compute is at its default."""
+    layers = tuple(map(_computed_layer, spec.layers))
+    head = Head(Norm(spec.head.norm.eps), spec.head.tied)
+    return DecoderSpec(spec.architecture, spec.vocab, spec.hidden, spec.context, layers, Embedding(), head)
+
+
+def _computed_layer(layer: Layer) -> Layer:
+    own, mlp = layer.attention, layer.mlp
+    attention = Attention(
+        own.heads,
+        own.kv_heads,
+        own.head_dim,
+        own.scale,
+        Rope(own.head_dim, own.rope.base, own.rope.scaling),
+        window=own.window,
+        qk_norm=None if own.qk_norm is None else Norm(own.qk_norm.eps),
+        bias=own.bias,
+    )
+    gated = Gated("silu", mlp.width, isinstance(mlp, Gated) and mlp.bias)
+    return Layer(attention, gated, (Norm(layer.before[0].eps), Norm(layer.before[1].eps)))
+
+
+def _unlike(own: Any, computed: Any, name: str) -> str | None:
+    """The first thing in a description that is not what the kernels compute."""
+    if own == computed:
+        return None
+    if type(own) is type(computed) and is_dataclass(own):
+        names = [field.name for field in fields(own)]
+        inner = [(one, getattr(own, one), getattr(computed, one)) for one in names]
+    elif isinstance(own, tuple) and isinstance(computed, tuple):
+        inner = [(str(number), *pair) for number, pair in enumerate(zip(own, computed, strict=True))]
+    else:
+        return f"CUDA kernels compute decoders like Llama's, and here {name} is {_shown(own)}"
+    return next(filter(None, (_unlike(one, other, f"{name}.{at}".lstrip(".")) for at, one, other in inner)))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value))
+    return type(value).__name__ if is_dataclass(value) else repr(value)
+
+
+@cache
+def layer_kernels(
+    device: torch.device, dtype: torch.dtype, shapes: frozenset[tuple[int, int, int, bool]]
+) -> ModuleType | None:
+    """The Triton kernels of layers, tried once on these shapes; None, with a warning, if they are missing or fail.
+
+    ``shapes``: query heads, key heads, their width, and whether heads are normed.
+    """
+    try:
+        kernels = importlib.import_module("specdec.runners.kernels.layer")
+        _try(kernels, device, dtype, shapes)
+    except Exception as error:  # the compiler's, the driver's and the linker's share no class but this
+        warnings.warn(
+            f"Triton's kernels for layers are not used, and torch's operations do their work, more slowly: "
+            f"{type(error).__name__}: {first_line(error)}",
+            SpecdecWarning,
+            stacklevel=2,
+        )
+        return None
+    return kernels
+
+
+def _try(kernels: Any, device: torch.device, dtype: torch.dtype, shapes: frozenset[tuple[int, int, int, bool]]) -> None:
+    """Run each kernel once."""
+    rows = torch.zeros(1, 64, dtype=dtype, device=device)
+    kernels.gate(kernels.add_norm(rows, rows, rows[0], 1e-6)[1])
+    counts = torch.zeros(3, dtype=torch.long, device=device)  # no row is stored
+    table = torch.ones(1, 3 if dtype == torch.float32 else 2, dtype=torch.long, device=device)
+    where = {"counts": counts, "table": table, "places": counts[:1], "tokens": counts[:1]}
+    where["closure"] = torch.zeros(1, 1, dtype=torch.bool, device=device)
+    tables = torch.full((2,), device_copies.address(rows), device=device)
+    kernels.look_up(where, tables, rows.shape[1], rows, rows)
+    for query_heads, key_heads, width, normed in shapes:
+        heads = torch.zeros(1, (query_heads + 2 * key_heads) * width, dtype=dtype, device=device)
+        cos_sin, norms = heads[:, :width], (heads[0], heads[0], 1e-6) if normed else None
+        shape = query_heads, key_heads, width
+        query = kernels.turn_and_store(heads, cos_sin, cos_sin, counts[:1], norms, where, 0, shape)
+        where["paths"] = kernels.paths(where)
+        kernels.step_attention(query, where, 0, key_heads, None, 1.0, 1)
+    where |= {"draws": counts[:2], "above": counts[:1]}
+    kernels.walk(kernels.pick(rows, where), where, None, rows)
+    if dtype != torch.float32:
+        kernels.product(kernels.product(rows, rows, None, whole=True), rows[:, :1], None)
