@@ -39,7 +39,7 @@ class Auto(Merged):
         parts = super().made(config, target)
         if config.parts is not None:
             return parts
-        if not getattr(target, "splits", False) and own_layers(target) is not None:
+        if not target.splits and own_layers(target) is not None:
             try:
                 parts.append(make_drafter("mtp", target))
             except CheckpointError as error:

@@ -88,7 +88,7 @@ class DraftModel(DrafterBase):
     name = "draft_model"
     Config = DraftModelConfig
 
-    def __init__(self, config: DraftModelConfig, model: TransformersTarget) -> None:
+    def __init__(self, config: DraftModelConfig, model: Target) -> None:
         super().__init__(config)
         self.model = model
 
@@ -114,18 +114,17 @@ class DraftModel(DrafterBase):
         return cls(config, model)
 
     def warm_up(self, target: Target, rows: int, sequences: int) -> None:
-        if isinstance(self.model, TransformersTarget):
-            widths, level, nodes = self.config.widths, 1, 1
-            for depth in range(self.config.tokens if widths else 0):
-                level *= widths[depth] if depth < len(widths) else 1
-                nodes += level
-            self.model.warm_up(rows, sequences=sequences, levels=min(nodes, rows))
+        widths, level, nodes = self.config.widths, 1, 1
+        for depth in range(self.config.tokens if widths else 0):
+            level *= widths[depth] if depth < len(widths) else 1
+            nodes += level
+        self.model.warm_up(rows, sequences=sequences, levels=min(nodes, rows))
 
     def start(self, context: Context) -> DraftModelSession:
         return DraftModelSession(self.config, self.model, context)
 
 
-def _check_tokenizer(path: str, model: TransformersTarget, target: Target) -> None:
+def _check_tokenizer(path: str, model: Target, target: Target) -> None:
     """Raises ConfigError where a draft model's token ids are not, or may not be, the target's."""
     theirs, own = known_tokenizer(target), known_tokenizer(model)
     remedy = "take a model with the target's tokenizer, or draft_model.check_tokenizer=false to try it"
@@ -143,7 +142,7 @@ def _check_tokenizer(path: str, model: TransformersTarget, target: Target) -> No
 
 
 class DraftModelSession(BatchedSession):
-    def __init__(self, config: DraftModelConfig, model: TransformersTarget, context: Context) -> None:
+    def __init__(self, config: DraftModelConfig, model: Target, context: Context) -> None:
         self._config = config
         self._model = model
         self._context = context

@@ -158,7 +158,9 @@ def engine_of(plan: Plan, shape: str | None) -> Engine:
     prepare(plan)
     dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
     model = random_model(shape, dtype, plan.device or "cpu")
-    return Engine(TransformersTarget(model, attention=plan.attention, execution=plan.execution, owned=True))
+    if plan.execution == "modules":
+        return Engine(TransformersTarget(model))
+    return Engine.from_model(model, attention=plan.attention, execution=plan.execution)
 
 
 def numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:

@@ -70,7 +70,8 @@ def serve(tasks: IO[str], answers: IO[str]) -> None:
                 times.append(time.perf_counter() - begun)
         return statistics.median(times), None
 
-    print(json.dumps({"runner": target.runner.name, "invariant": target.batch_invariant}), file=answers, flush=True)
+    told = {"runner": target.options["runner"], "invariant": target.batch_invariant}
+    print(json.dumps(told), file=answers, flush=True)
     for line in tasks:
         name, *given = json.loads(line)
         print(json.dumps({"decode": decode, "forward": forward}[name](*given)), file=answers, flush=True)

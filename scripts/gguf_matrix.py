@@ -141,7 +141,8 @@ def row_of(case: Case, llama_cpp: LlamaCpp, folder: Path) -> Row:
 
 def _is_native(file: Path) -> bool:
     try:
-        return TransformersTarget.from_pretrained(file, dtype="float32", execution="native").runner.name == "native"
+        target = TransformersTarget.from_pretrained(file, dtype="float32", execution="native")
+        return bool(target.options["runner"] == "native")
     except SpecdecError:
         return False
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specdec import Engine, TransformersTarget
 from specdec.errors import ConfigError, SpecdecError, TargetError
 from specdec.step.step_io import StepInput, Wanted
-from specdec.target import FINAL
+from specdec.target import FINAL, Target
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/models.md"
@@ -54,7 +55,7 @@ own config adds is checked when it is loaded.
 
 `modules` is the model's own forward as a whole. Drafters that run some of the layers cannot use it; those that read
 hidden states can, where embedding and head can be called by themselves, which was checked by their numbers. `fused` and
-`native` know Llama-like layers, and `native` Gemma's and some with experts, by their exact classes.
+`native` run decoders that a description covers (`specdec/decoder/families.py`), loaded from their folders.
 
 Made by `python scripts/models_table.py`; the tests hold rows of it to what the script says.
 
@@ -165,17 +166,18 @@ def row_of(kind: str) -> Row:
             out = Engine(target, drafter=drafter, max_rows=24, prefill_chunk=16).generate(prompt, NEW).token_ids
             if out != expected and not (name == "native" and is_near(model, prompt, out)):
                 raise RuntimeError(f"{kind} on {name} with {drafter} is neither exact nor refused")
-        runners.append(target.runner.name)
+        runners.append(name)
     return Row(kind, tuple(runners))
 
 
-def tried(model: Any, execution: str) -> TransformersTarget:
-    """A target on a runner; native layers compute in float32, so it is of a model in that."""
-    if execution == "native":
-        single = type(model)(model.config)
-        single.load_state_dict(model.state_dict())
-        model = single.float().eval()
-    return TransformersTarget(model, execution=execution)
+def tried(model: Any, execution: str) -> Target:
+    """A target, loaded from the model's folder by an executor; native layers compute in float32."""
+    if execution == "modules":
+        return TransformersTarget(model)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        dtype = torch.float32 if execution == "native" else torch.float64
+        return TransformersTarget.from_pretrained(folder, dtype=dtype, execution=execution)
 
 
 @torch.inference_mode()
@@ -186,7 +188,7 @@ def is_near(model: Any, prompt: Sequence[int], text: Sequence[int]) -> bool:
 
 
 @torch.inference_mode()
-def must_matter(kind: str, model: Any, target: TransformersTarget, text: Sequence[int]) -> None:
+def must_matter(kind: str, model: Any, target: Target, text: Sequence[int]) -> None:
     """Raises RuntimeError where a text would be the same if some layer's attention saw one token only."""
     ids = torch.tensor([list(text)])
     before = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
@@ -197,7 +199,7 @@ def must_matter(kind: str, model: Any, target: TransformersTarget, text: Sequenc
             raise RuntimeError(f"the text of {kind} does not depend on attention in layer {layer}: change its sizes")
 
 
-def must_agree(kind: str, target: TransformersTarget, tokens: Sequence[int]) -> None:
+def must_agree(kind: str, target: Target, tokens: Sequence[int]) -> None:
     """Raises RuntimeError where embedding and head, called by themselves, disagree with what the forward returns."""
     wanted, cache = Wanted(hidden=(0, FINAL)), target.new_cache(capacity=len(tokens), rows=len(tokens))
     with target.active():

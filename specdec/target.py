@@ -1,8 +1,12 @@
-"""Target: the interface of a model; :mod:`specdec.models.transformers_target` implements it over transformers."""
+"""Target: the interface of a model.
+
+:mod:`specdec.models.described_target` implements it for decoders that a spec describes, and
+:mod:`specdec.models.transformers_target` for live models of transformers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.runners.runner import FINAL
-from specdec.step.cache import KVCache
+from specdec.runners.linear import PackedWeight
+from specdec.runners.recording import Recording
+from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.forward_passes import Pass
 from specdec.step.joining import joined
-from specdec.step.step_io import LayerPlan, StepInput
+from specdec.step.step_io import FINAL, LayerPlan, StepInput
 from specdec.step.step_output import StepOutput
 
 if TYPE_CHECKING:  # it imports transformers, which a drafter's interface does without
@@ -25,10 +30,18 @@ __all__ = ["FINAL", "Forward", "Target", "forward_pass", "run_steps"]
 
 
 class Target(Protocol):
-    """A model, as the engine and drafters use it.
+    """A model, as the engine and drafters use it; what has a value here is so unless a target says otherwise.
 
-    ``layer_weights`` is the number of weights in all layers; a forward reads them and the head's. ``shared``: whether
-    several processes run each forward together.
+    Attributes:
+        layer_weights: the number of weights in all layers; a forward reads them and the head's.
+        sublayer_weights: for each layer those of its attention and of the rest; empty where they are not known apart.
+        shared: whether several processes run each forward together.
+        splits: whether each of them has some of the rows.
+        agreed_curve: returns the cost curve of all of them.
+        path: the folder, file or hub id that it was loaded from; empty for a model that was made in memory.
+        config: transformers' config of its texts.
+        specs: what each layer caches.
+        executor: what runs its decoder, where a spec describes it.
     """
 
     name: str
@@ -36,7 +49,10 @@ class Target(Protocol):
     hidden_size: int
     num_layers: int
     layer_weights: int
-    shared: bool
+    sublayer_weights: Sequence[tuple[int, int]] = ()
+    shared: bool = False
+    splits: bool = False
+    agreed_curve: Callable[..., Any] | None = None
     context_length: int
     eos_ids: frozenset[int]
     device: torch.device
@@ -44,10 +60,44 @@ class Target(Protocol):
     dtype: torch.dtype
     backend: str
     options: dict[str, Any]
+    path: str = ""
+    config: Any = None
+    specs: Sequence[LayerSpec] = ()
+    executor: Any = None
 
     @property
     def batch_invariant(self) -> bool:
         """Whether a row's results are bit-identical whatever other rows are in the forward."""
+
+    @property
+    def generation_config(self) -> Any:
+        """Transformers' defaults for texts, as the checkpoint has them."""
+        return None
+
+    @property
+    def activations(self) -> str | None:
+        """``int8`` where rows are rounded to it before products with quantised blocks, else None."""
+        return None
+
+    @property
+    def pages(self) -> bool:
+        """Whether caches are in pages."""
+        return False
+
+    @property
+    def recording(self) -> Recording | None:
+        """What drafters on its device have their passes recorded by; None where nothing is recorded."""
+        return None
+
+    @property
+    def packed_head(self) -> PackedWeight | None:
+        """The packed weight that the head multiplies hidden states with; None where it is not packed, or does more."""
+        return None
+
+    @property
+    def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
+        """The weight [V, D] whose rows are embeddings; None where more is done to them, or only a module can tell."""
+        return None
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
@@ -61,6 +111,10 @@ class Target(Protocol):
     def check_layers(self, asked: str) -> None:
         """Raises ConfigError where no layer can be entered, left or skipped, which ``asked`` (a drafter) does."""
 
+    def check_methods(self, names: Collection[str]) -> None:
+        """Raises TargetError where a method of the model was replaced that transformers' ``generate`` would call."""
+        return
+
     def check_unchanged(self) -> None:
         """Raises TargetError where the model was changed in a way that ``forward`` would not follow."""
 
@@ -69,6 +123,38 @@ class Target(Protocol):
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """How the model is run, and why: section -> name -> value."""
+
+    def warm_up(
+        self,
+        rows: int,
+        *,
+        sequences: int = 1,
+        taps: Collection[int] = (),
+        exit_layer: int | None = None,
+        levels: int = 0,
+    ) -> None:
+        """Run steps of every bucket, so that no later one has to compile or record it; on a device that records.
+
+        Args:
+            rows: most rows of a sequence's step.
+            sequences: most sequences of a step. Several have up to 64 rows together, or one each.
+            taps: hidden layers that the steps return.
+            exit_layer: the layer before which passes leave, and at which the steps enter; None for none.
+            levels: most rows of a tree whose levels are run one after the other; 0 for none.
+        """
+        return
+
+    def cache_room(self) -> int | None:
+        """Bytes that the pages of further texts may have; None where caches are not in pages, and there is no telling.
+
+        It is what is free of the pages that there are, and most of what the device has left. The rest is for what
+        forwards compute, and for the drafters' own caches.
+        """
+        return None
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights, sorted by transformers' names for them; what is packed or offloaded is brought in turn."""
+        return iter(())
 
     def active(self) -> AbstractContextManager[None]:
         """A context manager inside which ``forward`` may be called."""
@@ -82,8 +168,13 @@ class Target(Protocol):
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D] that passed the last norm."""
 
-    def head_of(self, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The head restricted to tokens [d], as a function from [..., D] to [..., d]; it copies their rows."""
+    def head_of(
+        self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The head restricted to tokens [d], as a function from [..., D] to [..., d]; it copies their rows.
+
+        None takes all tokens. With a ``dtype`` gradients may pass, as in training.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ import torch
 from specdec import Context, Draft, Observation, SamplingParams
 from specdec.costs.machine import processor
 from specdec.drafting.registry import drafter_names, make_drafter
+from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
 from specdec.step.step_output import StepOutput
 from specdec.target import FINAL
@@ -72,7 +73,7 @@ def digest(*parts: Any) -> str:
 
 def forwards(target: Any) -> str:
     """Of a chain's rows, of a tree's at once and in two forwards, of three texts' together, and of an early exit."""
-    states = {0, 1, target.num_layers, FINAL} if hasattr(target.runner, "run") else set()
+    states = {0, 1, target.num_layers, FINAL}
     found = list[str]()
 
     def add(output: StepOutput) -> None:
@@ -88,7 +89,7 @@ def forwards(target: Any) -> str:
         chain, plain = Draft.chain(models.prompt_of(3)), Draft.chain(models.prompt_of(1))
         add(seam.run_together([own, *others], [TREE, chain, plain], taps=states))
         add(seam.run_together([own, *others], [plain] * 3))
-        if states and not target.runner.whole:
+        if not isinstance(target, TransformersTarget):
             add(own.run(TREE, exit_layer=1, taps={1}))
     return " ".join(found)
 

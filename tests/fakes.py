@@ -14,11 +14,12 @@ from specdec.sampling.noise import Noise
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.step_io import StepInput
 from specdec.step.step_output import StepOutput
+from specdec.target import Target
 
 CPU = torch.device("cpu")
 
 
-class Reciter:
+class Reciter(Target):
     """A target without weights: after a text it says ``rule(text)``.
 
     It keeps each row's token as the key of its slot, and reads the text of a row back from the slots and the row's

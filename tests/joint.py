@@ -12,6 +12,7 @@ from scipy.stats import chi2
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
 
 from specdec.models.transformers_target import TransformersTarget
+from tests.models import target_for
 
 Joint = dict[tuple[int, ...], float]
 
@@ -37,7 +38,7 @@ def five_token_target() -> tuple[TransformersTarget, PreTrainedModel]:
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(std=0.35)
-    return TransformersTarget(model, execution="fused"), model
+    return target_for(model, execution="fused"), model
 
 
 def joint_of(

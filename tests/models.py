@@ -16,6 +16,8 @@ from drafters.kangaroo.adapter import Adapter, AdapterConfig, fitting_heads
 from drafters.medusa.heads import HeadsConfig, MedusaHeads
 from drafters.rest.datastore import build_datastore
 from drafters.shared.fingerprint import fingerprint, known_tokenizer
+from specdec.bench.own_model import own_model
+from specdec.models.described_target import DescribedTarget
 from specdec.models.transformers_target import TransformersTarget
 from specdec.target import Target
 from tests import heads, seam
@@ -84,8 +86,8 @@ FAMILIES = tuple(family for family in _FAMILIES if family not in ("gemma", "olmo
 OF_LAYERS = ("kangaroo", "layer_skip")
 """Drafters that run some of the target's layers, which a model that is run by its own forward does not let them."""
 
-FUSED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that fused layers run in float64; the others are run by their own forward there."""
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mixtral", "olmoe", "qwen3_moe")
+"""Families that a spec describes; the others are run by their own forward."""
 
 WINDOWS = {
     "llama": [None, None, None],
@@ -115,7 +117,12 @@ def new_model(family: str, dtype: torch.dtype = torch.float64, *, seed: int = 1,
     if dtype == torch.float64:
         config._experts_implementation = "eager"  # the others take no float64
     torch.manual_seed(seed)
-    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    turns = {name: own for name, own in model.named_buffers() if name.endswith("inv_freq")}
+    model.to(dtype)
+    for name, own in turns.items():  # as in a model that was loaded in this dtype
+        place, _, buffer = name.rpartition(".")
+        setattr(model.get_submodule(place), buffer, own)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -130,15 +137,24 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
 
 def target_of(
     family: str, dtype: torch.dtype = torch.float64, attention: str = "auto", execution: str | None = None
-) -> TransformersTarget:
+) -> Any:
     """The family's target, made once; run by its own modules, it is around the one model of the family.
 
     Unless told otherwise it is run as an engine would run it in float64, which takes half the time, and by its own
     modules in a precision in which ways to run a layer round differently. ``attention`` is that of fused layers.
     """
-    chosen = execution or ("auto" if dtype == torch.float64 else "modules")
-    named = family in FUSED and chosen in ("auto", "fused")
+    chosen = execution or ("auto" if dtype == torch.float64 and family in FUSED else "modules")
+    named = chosen in ("auto", "fused")
     return _target_of(family, dtype, attention if named else "auto", chosen)
+
+
+def target_for(model: PreTrainedModel, *, execution: str = "auto", attention: str = "auto") -> Any:
+    """A target of a model: run by its own forward, or a copy of it by an executor; with the ``model``."""
+    if execution == "modules":
+        return TransformersTarget(model)
+    target: Any = DescribedTarget.from_model(model, execution=execution, attention=attention)
+    target.model = model
+    return target
 
 
 @cache  # which takes f(x) and f(x, default) for two calls, hence the functions above
@@ -149,12 +165,11 @@ def _model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
 
 @cache
 @torch.inference_mode(False)  # which a test may be in
-def _target_of(family: str, dtype: torch.dtype, attention: str, execution: str) -> TransformersTarget:
-    model = _model_of(family, dtype) if execution == "modules" else new_model(family, dtype)
-    return TransformersTarget(model, attention=attention, execution=execution, owned=True)
+def _target_of(family: str, dtype: torch.dtype, attention: str, execution: str) -> Any:
+    return target_for(_model_of(family, dtype), attention=attention, execution=execution)
 
 
-def logits_of(target: TransformersTarget, tokens: Any, chunk: int = 64) -> torch.Tensor:
+def logits_of(target: Target, tokens: Any, chunk: int = 64) -> torch.Tensor:
     """[T, V] of a text that is run in chunks."""
     own, found = seam.text(target, rows=64), []
     with target.active():
@@ -284,10 +299,9 @@ def _medusa(target: Target, tmp: Path) -> list[Options]:
 
 def _draft_model(target: Target, tmp: Path) -> list[Options]:
     """A stranger, who is mostly wrong, and the target itself, all of whose drafts are right."""
-    assert isinstance(target, TransformersTarget)
     for name, model in (
         ("stranger", new_model("llama", target.dtype, seed=2, vocab_size=target.vocab_size)),
-        ("itself", target.model),
+        ("itself", live(target)),
     ):
         model.save_pretrained(tmp / name)
     return [
@@ -340,10 +354,16 @@ def _dflash(target: Target, tmp: Path) -> list[Options]:
     return made
 
 
-def mtp_layers(target: TransformersTarget, layers: int = 1, *, seed: int = 0) -> tuple[dict[str, Any], heads.Tensors]:
+def live(target: Any) -> PreTrainedModel:
+    """The model that a target runs, or that it is of."""
+    known: PreTrainedModel | None = getattr(target, "model", None)
+    return own_model(target) if known is None else known
+
+
+def mtp_layers(target: Target, layers: int = 1, *, seed: int = 0) -> tuple[dict[str, Any], heads.Tensors]:
     """Multi-token-prediction layers with random weights, of the target's own class of layers."""
     random, size, tensors = heads.Random(seed), target.hidden_size, heads.Tensors()
-    decoder: Any = target.plain_model().get_decoder()
+    decoder: Any = live(target).get_decoder()
     first = target.num_layers
     norm = next(module for name, module in decoder.layers[-1].named_modules() if "norm" in name).state_dict()
     for number in range(first, first + layers):
@@ -359,7 +379,6 @@ def mtp_layers(target: TransformersTarget, layers: int = 1, *, seed: int = 0) ->
 
 def _mtp(target: Target, tmp: Path) -> list[Options]:
     """Random layers, one and several: trees, a chain, what is behind the last layer; and one that is run anew."""
-    assert isinstance(target, TransformersTarget)
     made: list[Options] = []
     for layers, options in (
         (1, {"min_chance": 0.0, "tokens": 3}),

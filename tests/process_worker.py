@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from specdec import Engine, SamplingParams
 from specdec.errors import SpecdecError
+from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.ranks import Ranks, join
 from specdec.parallel.rows import ShardedTarget
 from tests.models import new_model, prompt_of, target_of
@@ -31,14 +32,14 @@ WIDE = {"name": "lookahead", "window": 15, "ngram": 5, "guesses": 15}
 
 
 def sharded(late: float = 30.0) -> Engine:
-    return Engine(ShardedTarget(new_model("llama"), owned=True, execution="modules", ranks=Ranks(late)))
+    return Engine(ShardedTarget(TransformersTarget(new_model("llama")), ranks=Ranks(late)))
 
 
 def random_families() -> dict[str, Any]:
     """Random models, lookahead and auto, greedy and drawn, by all ranks and by this one alone."""
     found: dict[str, Any] = {"together": [], "alone": []}
     for family in ("llama", "gemma3"):
-        target = ShardedTarget(new_model(family), owned=True, execution="modules")
+        target = ShardedTarget(TransformersTarget(new_model(family)))
         for drafter in (WIDE, "auto"):
             for sampling in (None, SAMPLING):
                 found["together"].append(Engine(target, None, drafter).generate(PROMPT, NEW, sampling).token_ids)

@@ -22,7 +22,7 @@ from drafters.heads.layers import normed
 from drafters.heads.weights import Block
 from drafters.shared.vocabulary import number_in
 from specdec.errors import ConfigError
-from specdec.models.transformers_target import TransformersTarget
+from specdec.target import Target
 from training.acceptance import Written
 from training.card import CardText, among
 from training.head_layers import HeadLayer, attend, rotations
@@ -145,9 +145,7 @@ class DSparkTraining(HeadTraining):
     config: Config
     head: TrainedBlock
 
-    def __init__(
-        self, head: TrainedBlock, target: TransformersTarget, texts: Sequence[Written], config: Config
-    ) -> None:
+    def __init__(self, head: TrainedBlock, target: Target, texts: Sequence[Written], config: Config) -> None:
         self.depth = head.config.block_size
         super().__init__(head, target, texts, config)
 
@@ -245,9 +243,7 @@ def anchors_of(batch: Batch, most: int, depth: int, seed: int) -> tuple[torch.Te
     return anchors, torch.where(there.cumprod(1).bool(), index[rows], -1)
 
 
-def new_head(
-    config: NewHead, target: TransformersTarget, *, counts: torch.Tensor | None = None, seed: int = 0
-) -> TrainedBlock:
+def new_head(config: NewHead, target: Target, *, counts: torch.Tensor | None = None, seed: int = 0) -> TrainedBlock:
     """An untrained head for a target; ``counts`` [V] of the data's tokens decide its draft vocabulary.
 
     Raises:
@@ -291,7 +287,7 @@ def new_head(
 def run(config: Config, *, dry_run: bool = False) -> dict[str, float]:
     """Train a head; see :func:`training.run.run_training`."""
 
-    def make(config: Config, target: TransformersTarget, counts: torch.Tensor) -> TrainedBlock:
+    def make(config: Config, target: Target, counts: torch.Tensor) -> TrainedBlock:
         if config.start is not None:
             head: TrainedBlock = started_head(TrainedBlock, config.start, "dflash", "dspark", target)
             return head

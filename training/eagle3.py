@@ -19,7 +19,7 @@ from drafters.heads.config import ChainConfig, aux_layers
 from drafters.heads.layers import normed
 from drafters.heads.weights import Chain
 from drafters.shared.vocabulary import number_in
-from specdec.models.transformers_target import TransformersTarget
+from specdec.target import Target
 from training.acceptance import Written
 from training.card import CardText, among
 from training.head_layers import HeadLayer, attend, rotations
@@ -143,9 +143,7 @@ class Eagle3Training(HeadTraining):
     head: TrainedChain
     least = 2
 
-    def __init__(
-        self, head: TrainedChain, target: TransformersTarget, texts: Sequence[Written], config: Config
-    ) -> None:
+    def __init__(self, head: TrainedChain, target: Target, texts: Sequence[Written], config: Config) -> None:
         self.depth = config.judged_depth
         super().__init__(head, target, texts, config)
 
@@ -219,7 +217,7 @@ def followed(batch: Batch, depth: int) -> list[tuple[torch.Tensor, torch.Tensor]
 
 
 def new_head(
-    config: NewHead, target: TransformersTarget, *, counts: torch.Tensor | None = None, depth: int = 0, seed: int = 0
+    config: NewHead, target: Target, *, counts: torch.Tensor | None = None, depth: int = 0, seed: int = 0
 ) -> TrainedChain:
     """An untrained head for a target; ``counts`` [V] of the data's tokens decide its draft vocabulary.
 
@@ -258,7 +256,7 @@ def new_head(
 def run(config: Config, *, dry_run: bool = False) -> dict[str, float]:
     """Train a head; see :func:`training.run.run_training`."""
 
-    def make(config: Config, target: TransformersTarget, counts: torch.Tensor) -> TrainedChain:
+    def make(config: Config, target: Target, counts: torch.Tensor) -> TrainedChain:
         if config.start is not None:
             head: TrainedChain = started_head(
                 lambda own: TrainedChain(own, len(own.taps)), config.start, "eagle", "eagle3", target

@@ -18,7 +18,7 @@ from drafters.heads.loading import load_head
 from drafters.heads.weights import WEIGHTS, HeadWeights
 from drafters.shared.weights import save_weights
 from specdec.errors import ConfigError, check_choice
-from specdec.models.transformers_target import TransformersTarget
+from specdec.target import Target
 
 __all__ = ["LAYOUTS", "export"]
 
@@ -34,9 +34,7 @@ _CLASSES = {
 }
 
 
-def export(
-    folder: Path, out: Path, drafter: str, target: TransformersTarget, *, layout: str, verifier: str
-) -> dict[str, Any]:
+def export(folder: Path, out: Path, drafter: str, target: Target, *, layout: str, verifier: str) -> dict[str, Any]:
     """Write a head in a layout that other engines load.
 
     Args:
@@ -70,7 +68,7 @@ def export(
     return values
 
 
-def _tensors(head: HeadWeights, target: TransformersTarget, embedding: bool) -> dict[str, torch.Tensor]:
+def _tensors(head: HeadWeights, target: Target, embedding: bool) -> dict[str, torch.Tensor]:
     """The tensors by both layouts' names, with those that engines would not find in the target.
 
     With ``embedding``, the target's embedding is included, even where layers read it unchanged.
@@ -87,7 +85,7 @@ def _tensors(head: HeadWeights, target: TransformersTarget, embedding: bool) -> 
     return tensors
 
 
-def _matrix(target: TransformersTarget, drafted: torch.Tensor | None) -> torch.Tensor:
+def _matrix(target: Target, drafted: torch.Tensor | None) -> torch.Tensor:
     """[d, D] the target's head as a matrix, over the draft vocabulary.
 
     Raises:
@@ -104,12 +102,9 @@ def _matrix(target: TransformersTarget, drafted: torch.Tensor | None) -> torch.T
     return found.T.contiguous().cpu()
 
 
-def _reads_as_it_is(target: TransformersTarget) -> bool:
+def _reads_as_it_is(target: Target) -> bool:
     """Whether the target's layers read its embedding unscaled."""
-    weight = target.model.get_input_embeddings().weight
-    few = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 16))
-    read, plain = target.embed(few).cpu(), weight[few.to(weight.device)].detach().to(target.dtype).cpu()
-    return torch.equal(read, plain)
+    return target.embedding_rows is not None
 
 
 def _layers(config: HeadConfig, kind: str) -> dict[str, Any]:
@@ -147,7 +142,7 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: value for name, value in rope.items() if name != "rope_theta"}
 
 
-def _speculators(config: HeadConfig, target: TransformersTarget, verifier: str) -> dict[str, Any]:
+def _speculators(config: HeadConfig, target: Target, verifier: str) -> dict[str, Any]:
     kind: str = asdict(config)["kind"]
     if kind not in _CLASSES or min(config.taps) < 0:
         raise ConfigError(
@@ -166,7 +161,7 @@ def _speculators(config: HeadConfig, target: TransformersTarget, verifier: str) 
             "algorithm": kind,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth or 5}],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": verifier, "architectures": [type(target.model).__name__]},
+            "verifier": {"name_or_path": verifier, "architectures": [target.name]},
         },
     }
     return {**values, **(_chain(config) if isinstance(config, ChainConfig) else _block(config))}
@@ -205,7 +200,7 @@ def _block(config: HeadConfig) -> dict[str, Any]:
 
 
 def _authors(
-    config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: TransformersTarget
+    config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: Target
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The layout of EAGLE-3's authors: it names layers whose outputs are read, and the single layer ``midlayer``."""
     if not isinstance(config, ChainConfig) or config.kind != "eagle3" or config.layers > 1 or min(config.taps) < 1:

@@ -15,10 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafters.shared.fingerprint import fingerprint
-from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.files import replacing, writing
 from specdec.step.step_io import NOTHING, StepInput, Wanted
-from specdec.target import FINAL
+from specdec.target import FINAL, Target
 from training.loop_config import half_is_fast
 from training.packing import Batch
 
@@ -40,7 +39,7 @@ class FrozenTarget:
 
     def __init__(
         self,
-        target: TransformersTarget,
+        target: Target,
         layers: Collection[int],
         *,
         draft_tokens: torch.Tensor | None = None,
@@ -52,13 +51,13 @@ class FrozenTarget:
         self._taps = [*sorted(set(layers)), FINAL]
         self._keep = keep
         self._folder = folder
-        self._identity = f"{fingerprint(target)} {target.dtype} {target.runner.name} {self._taps}" if folder else ""
+        by = "" if folder is None else f"{fingerprint(target)} {target.dtype} {target.options['runner']}"
+        self._identity = f"{by} {self._taps}"
         self._slabs: list[torch.Tensor] = []  # [windows, taps, L, D]
         self._places: dict[int, int] = {}  # number of a window -> its index in the slabs
         self._texts: dict[bytes, torch.Tensor] = {}  # tokens of a text that is no window -> its features
         # A product with gradients, in its input's dtype.
         self._heads: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {}
-        target.model.requires_grad_(False)
 
     def bytes_of(self, windows: int, length: int) -> int:
         """The bytes of the features of windows of some length."""

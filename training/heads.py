@@ -19,7 +19,7 @@ from drafters.shared.fingerprint import fingerprint
 from drafters.shared.target_weights import head_weight, norm_weight
 from drafters.shared.vocabulary import most_frequent, number_in
 from specdec.errors import ConfigError
-from specdec.models.transformers_target import TransformersTarget
+from specdec.target import Target
 from training.acceptance import Tally, Written
 from training.losses import soft_loss
 from training.packing import Batch
@@ -53,9 +53,7 @@ class HeadTraining(DrafterTraining):
     config: HeadTrainConfig
     depth: int
 
-    def __init__(
-        self, head: HeadWeights, target: TransformersTarget, texts: Sequence[Written], config: HeadTrainConfig
-    ) -> None:
+    def __init__(self, head: HeadWeights, target: Target, texts: Sequence[Written], config: HeadTrainConfig) -> None:
         self.head = head
         super().__init__(head, target, texts, config, [tap for tap in head.config.taps if tap >= 0])
 
@@ -109,7 +107,7 @@ class HeadTraining(DrafterTraining):
 
 
 def target_sizes(
-    target: TransformersTarget, taps: Sequence[int], *, heads: int, intermediate_size: int, least: int
+    target: Target, taps: Sequence[int], *, heads: int, intermediate_size: int, least: int
 ) -> dict[str, Any]:
     """The fields of a new head's config that follow from the target; 0 for ``heads`` or an inner size takes its size.
 
@@ -142,7 +140,7 @@ def target_sizes(
     }
 
 
-def begun(head: Any, target: TransformersTarget, counts: torch.Tensor | None, seed: int) -> Any:
+def begun(head: Any, target: Target, counts: torch.Tensor | None, seed: int) -> Any:
     """Set a new head's first weights: random ones; the target's last norm, scaled so that guesses begin less sure; and
     the target's matrix, if the head has its own. The most frequent tokens in ``counts`` [V] are its draft vocabulary.
     """
@@ -159,7 +157,7 @@ def begun(head: Any, target: TransformersTarget, counts: torch.Tensor | None, se
     return head
 
 
-def started_head(made: Any, folder: str, drafter: str, kind: str, target: TransformersTarget) -> Any:
+def started_head(made: Any, folder: str, drafter: str, kind: str, target: Target) -> Any:
     """The head in a folder, in any format that specdec reads, to train further for a target.
 
     Args:

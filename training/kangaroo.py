@@ -14,7 +14,7 @@ from drafters.kangaroo.adapter import Adapter, AdapterConfig, fitting_heads
 from drafters.shared.fingerprint import fingerprint
 from drafters.shared.vocabulary import most_frequent, number_in, ranks_of
 from specdec.errors import ConfigError
-from specdec.models.transformers_target import TransformersTarget
+from specdec.target import Target
 from training.acceptance import Tally, Written
 from training.card import CardText, among
 from training.choice import Settle
@@ -60,7 +60,7 @@ class KangarooTraining(DrafterTraining):
 
     config: Config
 
-    def __init__(self, adapter: Adapter, target: TransformersTarget, texts: Sequence[Written], config: Config) -> None:
+    def __init__(self, adapter: Adapter, target: Target, texts: Sequence[Written], config: Config) -> None:
         self.adapter, self._layer = adapter, adapter.config.exit_layer
         super().__init__(adapter, target, texts, config, [self._layer])
 
@@ -125,9 +125,7 @@ class KangarooTraining(DrafterTraining):
         )
 
 
-def new_adapter(
-    config: NewAdapter, target: TransformersTarget, *, counts: torch.Tensor | None = None, seed: int = 0
-) -> Adapter:
+def new_adapter(config: NewAdapter, target: Target, *, counts: torch.Tensor | None = None, seed: int = 0) -> Adapter:
     """An untrained adapter for a target; ``counts`` [V] of the data's tokens decide its draft vocabulary.
 
     Raises:
@@ -160,7 +158,7 @@ def new_adapter(
 def run(config: Config, *, dry_run: bool = False, settle: Settle | None = None) -> dict[str, float]:
     """Train an adapter; see :func:`training.run.run_training`."""
 
-    def make(config: Config, target: TransformersTarget, counts: torch.Tensor) -> Any:
+    def make(config: Config, target: Target, counts: torch.Tensor) -> Any:
         if config.start is not None:
             return started(Adapter, config.start, target, "kangaroo")
         return new_adapter(config.adapter, target, counts=counts, seed=config.loop.seed)

@@ -15,7 +15,7 @@ from drafters.medusa.heads import HeadsConfig, MedusaHeads, with_roots
 from drafters.medusa.rank_paths import Node, check_tree, nodes_of, paths_of
 from drafters.shared.fingerprint import fingerprint
 from drafters.shared.vocabulary import most_frequent, number_in, ranks_of
-from specdec.models.transformers_target import TransformersTarget
+from specdec.target import Target
 from training.acceptance import Written
 from training.card import CardText, among
 from training.packing import Batch
@@ -70,9 +70,7 @@ class MedusaTraining(DrafterTraining):
     config: Config
     least = 2
 
-    def __init__(
-        self, heads: MedusaHeads, target: TransformersTarget, texts: Sequence[Written], config: Config
-    ) -> None:
+    def __init__(self, heads: MedusaHeads, target: Target, texts: Sequence[Written], config: Config) -> None:
         self.heads, self._nodes = heads, nodes_of(config.paths)
         super().__init__(heads, target, texts, config)
 
@@ -191,7 +189,7 @@ def roots_of(ranks: Sequence[Sequence[int]], nodes: Sequence[Node], text: Writte
     return roots
 
 
-def new_heads(config: NewHeads, target: TransformersTarget, *, counts: torch.Tensor | None = None) -> MedusaHeads:
+def new_heads(config: NewHeads, target: Target, *, counts: torch.Tensor | None = None) -> MedusaHeads:
     """Untrained heads for a target; each repeats the target's next token.
 
     ``counts`` [V] of the data's tokens decide their draft vocabulary.
@@ -204,7 +202,7 @@ def new_heads(config: NewHeads, target: TransformersTarget, *, counts: torch.Ten
     return heads
 
 
-def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
+def started_heads(config: Config, target: Target) -> MedusaHeads:
     """The heads of ``config.start``, to train further for a target; with ``sees_root`` they learn to use the root.
 
     Raises:
@@ -220,7 +218,7 @@ def started_heads(config: Config, target: TransformersTarget) -> MedusaHeads:
 def run(config: Config, *, dry_run: bool = False) -> dict[str, float]:
     """Train heads; see :func:`training.run.run_training`."""
 
-    def make(config: Config, target: TransformersTarget, counts: torch.Tensor) -> MedusaHeads:
+    def make(config: Config, target: Target, counts: torch.Tensor) -> MedusaHeads:
         if config.start is not None:
             return started_heads(config, target)
         return new_heads(config.heads, target, counts=counts)

@@ -25,6 +25,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.files import check_place, held_folder
 from specdec.settings.validation import check_fields
 from specdec.step import torch_switches
+from specdec.target import Target
 from training.acceptance import EvalConfig, Written, continued_texts, judged_samples, standard_error
 from training.card import Report, model_card, write_card
 from training.checkpoint import precision_of
@@ -88,7 +89,7 @@ def parameters_of(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def frozen_target(options: WeightsOptions, device: torch.device) -> tuple[TransformersTarget, str]:
+def frozen_target(options: WeightsOptions, device: torch.device) -> tuple[Target, str]:
     """The target, and a line about it; where ``auto`` leaves its dtype open, it is one that is fast on the device.
 
     Native layers are equally fast in both, as they widen weights while reading them.
@@ -98,15 +99,15 @@ def frozen_target(options: WeightsOptions, device: torch.device) -> tuple[Transf
     """
     target = TransformersTarget.from_pretrained(options.model, dtype=options.dtype, device=device)
     reason = ""
-    slow = target.dtype is torch.bfloat16 and target.runner.name != "native" and not half_is_fast(device)
+    slow = target.dtype is torch.bfloat16 and target.options["runner"] != "native" and not half_is_fast(device)
     if options.dtype == "auto" and slow:
         target = TransformersTarget.from_pretrained(options.model, dtype=torch.float32, device=device)
         reason = ", as bfloat16 is slow here"
     dtype = str(target.dtype).removeprefix("torch.")
-    return target, f"the target runs in {dtype} on {target.device}, {target.runner.name} layers{reason}"
+    return target, f"the target runs in {dtype} on {target.device}, {target.options['runner']} layers{reason}"
 
 
-def started(kind: Any, folder: str, target: TransformersTarget, drafter: str) -> Any:
+def started(kind: Any, folder: str, target: Target, drafter: str) -> Any:
     """The weights in a folder, of class ``kind``, to train further for a target.
 
     Raises:
@@ -155,7 +156,7 @@ class DrafterTraining:
     def __init__(
         self,
         module: Any,
-        target: TransformersTarget,
+        target: Target,
         texts: Sequence[Written],
         config: TrainConfig,
         layers: Sequence[int] = (),
@@ -223,7 +224,7 @@ class DrafterTraining:
 def run_training(
     config: TrainConfig,
     option: str,
-    make: Callable[[Any, TransformersTarget, torch.Tensor], Any],
+    make: Callable[[Any, Target, torch.Tensor], Any],
     kind: Any,
     *,
     dry_run: bool = False,
@@ -256,7 +257,7 @@ def run_training(
 def _run(
     config: TrainConfig,
     option: str,
-    make: Callable[[Any, TransformersTarget, torch.Tensor], Any],
+    make: Callable[[Any, Target, torch.Tensor], Any],
     kind: Any,
     accelerator: Accelerator,
     out: Path,
@@ -330,7 +331,7 @@ class _Written:
 
     def __init__(self, engine: Engine, judged: EvalConfig, folder: Path | None, stop: Stop) -> None:
         target = engine.target
-        by = f"{fingerprint(target)} {target.dtype} {target.runner.name}"
+        by = f"{fingerprint(target)} {target.dtype} {target.options['runner']}"
         self._engine, self._judged, self._stop = engine, judged, stop
         self._kept = None if folder is None else folder / f"held_out.{prompt_of(by)[:8]}.jsonl"
 

@@ -100,7 +100,7 @@ class BlockStep:
         self.specs = specs_of(config, self.device, self.dtype, windows=False)
         first = 0 if config.from_anchor else 1
         self._wanted = range(first, first + drafted)
-        recording = getattr(target, "recording", None) if self._layers else None
+        recording = target.recording if self._layers else None
         self.recorded: RecordedBlock | None = None
         if recording is not None and RecordedBlock.fits(config):
             parts: Any = {"context": self._context, "through": self._through, "ends": self._ends}

@@ -108,7 +108,7 @@ class ChainStep:
         self.specs = specs_of(config, self.device, self.dtype)
         mask = head.mask_hidden.detach()[None] if config.kind == "peagle" else None
         self.mask_state = None if mask is None else self.fused(mask)
-        recording = getattr(target, "recording", None) if self.layers else None
+        recording = target.recording if self.layers else None
         self.recorded: RecordedChain | None = None
         if recording is not None:
             parts: Any = {"fused": self.fused, "through": self.through, "ends": self.ends}

@@ -85,7 +85,7 @@ class Eagle(HeadDrafter):
     def may_be_one_call(target: Target) -> bool:
         """The same of a head that is not loaded yet; False where it cannot be."""
         if device_copies.is_apart(target.head_device):
-            return getattr(target, "recording", None) is not None
+            return target.recording is not None
         return library() is not None
 
     def start(self, context: Context) -> EagleSession:

@@ -168,9 +168,7 @@ def embedding_of(head: HeadWeights, target: Target) -> Callable[[Tokens | torch.
 
 def embedding_rows(head: HeadWeights, target: Target, dtype: torch.dtype) -> PackedWeight | torch.Tensor | None:
     """The weight [V, D] that :func:`embedding_of` only looks up, for the native library; None where it does more."""
-    found: PackedWeight | torch.Tensor | None = getattr(target, "embedding_rows", None)
-    if head.config.own_embedding:
-        found = head.embed_tokens.weight.detach()
+    found = head.embed_tokens.weight.detach() if head.config.own_embedding else target.embedding_rows
     if found is None or found.dtype is not dtype:
         return None
     if isinstance(found, torch.Tensor) and not (found.device.type == "cpu" and found.is_contiguous()):

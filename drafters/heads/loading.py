@@ -36,7 +36,7 @@ def load_head(folder: Path, drafter: str, target: Target, *, check_target: bool 
         CheckpointError: the folder has no such head, or a broken one, or one of another model.
         ConfigError: the target does not give the hidden states of all rows.
     """
-    if getattr(target, "splits", False):
+    if target.splits:
         raise ConfigError(
             f"parallel='rows' gives the hidden state of one row a step, and {drafter} reads the hidden states of all "
             "rows; choose lookahead, medusa or auto"

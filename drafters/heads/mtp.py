@@ -24,7 +24,7 @@ from drafters.heads.chain_step import Guess, Nodes
 from drafters.heads.growing import WIDTH, Behind, HeadOptions
 from drafters.heads.growth import Growth
 from drafters.heads.mtp_layout import MtpTensors, find_mtp, has_mtp
-from drafters.heads.mtp_step import MtpStep
+from drafters.heads.mtp_step import MtpStep, own_modules
 from drafters.heads.session import CHUNK, HeadDrafter
 from drafters.heads.settled import Settled
 from drafters.heads.unread import UnreadSession
@@ -34,7 +34,6 @@ from drafters.shared.weights import WeightsConfig, check_fit, reading, save_weig
 from specdec.drafter import Context
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.loading import model_source
-from specdec.models.transformers_target import TransformersTarget
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.later import Later
@@ -72,11 +71,10 @@ class MtpConfig(HeadOptions):
 
 def own_layers(target: Target) -> Path | None:
     """The folder that the target was loaded from, if it has multi-token-prediction layers; this downloads nothing."""
-    name = str(getattr(getattr(target, "model", None), "name_or_path", "") or "")
-    if not name:
+    if not target.path:
         return None
     try:
-        place = model_source(name)
+        place = model_source(target.path)
         folder = place if isinstance(place, Path) else Path(snapshot_download(place, local_files_only=True))
         with reading("multi-token-prediction layers", folder, _REMEDY):
             return folder if has_mtp(folder) else None
@@ -90,7 +88,7 @@ class Mtp(HeadDrafter):
     name = "mtp"
     Config = MtpConfig
 
-    def __init__(self, config: MtpConfig, found: MtpTensors, target: TransformersTarget) -> None:
+    def __init__(self, config: MtpConfig, found: MtpTensors, target: Target) -> None:
         super().__init__(config, None, target)
         self.depth = config.tokens or found.depth or max(_DEPTH, found.layers)
         self.step = MtpStep(found, found.folder, target, self.depth)
@@ -103,21 +101,17 @@ class Mtp(HeadDrafter):
             CheckpointError: there are no such layers, or they are broken or of another model.
             ConfigError: the target does not give the hidden states of all rows.
         """
-        if getattr(target, "splits", False):
+        if target.splits:
             raise ConfigError(
                 "parallel='rows' gives the hidden state of one row a step, and mtp reads the hidden states of all "
                 "rows; choose lookahead, medusa or auto"
             )
-        if not isinstance(target, TransformersTarget):
+        if target.config is None:
             raise CheckpointError(
                 f"mtp makes layers of the class that the target's are of, and this {type(target).__name__} is no "
                 "transformers decoder; use another drafter"
             )
-        if getattr(target.decoder, "rotary_emb", None) is None or not len(target.layers):
-            raise CheckpointError(
-                f"mtp makes layers of the class that the target's are of, and specdec knows no layers with rotary "
-                f"positions in this {target.name}; use another drafter"
-            )
+        own_modules(target)
         folder = Path(config.head) if config.head is not None else own_layers(target)
         if folder is None:
             raise CheckpointError(

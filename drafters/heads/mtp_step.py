@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModel
 
 from drafters.heads.chain_step import Guess, Nodes
 from drafters.heads.layers import product
 from drafters.heads.mtp_layout import MtpTensors
 from drafters.shared.weights import load_strictly
 from specdec.errors import CheckpointError, first_line
-from specdec.models.self_check import PROBE, ProbeLayer
 from specdec.models.transformers_target import TransformersTarget
 from specdec.runners.known_layers import KnownLayer, UnknownModule, stacked
-from specdec.runners.layers import FusedLayer, ModuleLayer
+from specdec.runners.layers import FusedLayer, ModuleLayer, ProbeLayer
 from specdec.runners.linear import linear_kernel
 from specdec.runners.rotary import Rotary
 from specdec.runners.sent_rows import rows_on
@@ -30,8 +30,9 @@ from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.joining import joined
 from specdec.step.step_io import StepInput
+from specdec.target import Target
 
-__all__ = ["MtpLayers", "MtpStep", "mtp_module"]
+__all__ = ["MtpLayers", "MtpStep", "mtp_module", "own_modules"]
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")
@@ -61,14 +62,37 @@ class MtpLayers(nn.Module):
         self.layers = nn.ModuleList(MtpLayer(config, like, place, post_norm) for place in range(layers))
 
 
-def mtp_module(found: MtpTensors, folder: Path, target: TransformersTarget) -> tuple[MtpLayers, Any]:
+def own_modules(target: Target) -> tuple[nn.Module, nn.Module]:
+    """A layer of a target's class, and its rotary positions; a target that has no modules is given some to look at.
+
+    Raises:
+        CheckpointError: specdec knows no such layers in it.
+    """
+    if isinstance(target, TransformersTarget):
+        decoder: Any = target.decoder
+    else:
+        classes: Any = AutoModel
+        with torch.device("meta"):
+            decoder = classes.from_config(target.config)
+        rotary: Any = type(decoder.rotary_emb)
+        decoder.rotary_emb = rotary(target.config).to(target.head_device)
+    layers: Any = getattr(decoder, "layers", ())
+    if getattr(decoder, "rotary_emb", None) is None or not len(layers):
+        raise CheckpointError(
+            "mtp makes layers of the class that the target's are of, and specdec knows no layers with rotary positions "
+            f"in this {target.name}; use another drafter"
+        )
+    return layers[-1], decoder.rotary_emb
+
+
+def mtp_module(found: MtpTensors, folder: Path, target: Target) -> tuple[MtpLayers, Any]:
     """The layers with their weights, and the config that they were made with.
 
     Raises:
         CheckpointError: a tensor is missing, left over or of another shape, or the class of the target's layers cannot
             be made with another config.
     """
-    config, like = _config_of(target.config, found), target.layers[-1]
+    config, like = _config_of(target.config, found), own_modules(target)[0]
     post_norm = "layers.0.post_norm.weight" in found.tensors
     try:
         with torch.device("meta"):
@@ -158,15 +182,16 @@ class MtpStep:
         stages: functions that each run one layer, with a cache of its own, for several sequences.
     """
 
-    def __init__(self, found: MtpTensors, folder: Path, target: TransformersTarget, depth: int) -> None:
+    def __init__(self, found: MtpTensors, folder: Path, target: Target, depth: int) -> None:
         module, config = mtp_module(found, folder, target)
+        _, rotary = own_modules(target)
         module.to(target.head_device, target.dtype)
         self.device, self.dtype = target.head_device, target.dtype
         self._target, self._hidden_first = target, found.hidden_first
-        self._rotary = Rotary(target.decoder.rotary_emb, target.config)
+        self._rotary = Rotary(rotary, target.config)
         self._kinds = getattr(config, "layer_types", None) if self._rotary.by_kind else None
         if self._kinds and not {*self._kinds} <= {*target.config.layer_types}:
-            made: Any = type(target.decoder.rotary_emb)  # the target's own lacks this kind of layer
+            made: Any = type(rotary)  # the target's own lacks this kind of layer
             self._rotary = Rotary(made(config).to(self.device), config)
         layers: list[Any] = [*module.layers]
         specs = [self._spec(layer.block, place) for place, layer in enumerate(layers)]
@@ -193,8 +218,8 @@ class MtpStep:
                 known = KnownLayer.of(layer, 0)
             except UnknownModule:
                 known = None
-            if known is not None and known.like_llama:
-                return FusedLayer(known, None, [linear_kernel(*stacked(group)) for group in known.linears])
+            if known is not None:
+                return FusedLayer(known, [linear_kernel(*stacked(group)) for group in known.linears])
         return self._module_layer(layer, place)
 
     def _module_layer(self, layer: Any, place: int, kind: type[ModuleLayer] = ModuleLayer, **own: Any) -> ModuleLayer:
@@ -213,7 +238,7 @@ class MtpStep:
         if len(specs) != 1:
             raise CheckpointError(
                 f"a {type(layer).__name__} of the multi-token-prediction layers calls attention {len(specs)} times, "
-                f"and specdec caches one list of keys and values for each ({PROBE}); use another drafter"
+                "and specdec caches one list of keys and values for each; use another drafter"
             )
         return specs[0]
 

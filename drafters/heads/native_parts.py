@@ -72,5 +72,5 @@ def packed_head(config: HeadConfig, last: Linear, target: Target, dtype: torch.d
     """The packed weight that gives a head's logits; None where only the module ``last`` computes them."""
     own: Any = last.packed if isinstance(last, HeadOf) else last
     if not config.own_head and not config.draft_vocab:
-        own = getattr(target, "packed_head", None)
+        own = target.packed_head
     return own if isinstance(own, PackedWeight) and own.dtype is dtype else None

@@ -40,7 +40,6 @@ from specdec.costs.curve import pass_price
 from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, DrafterBase, Observation
 from specdec.errors import CheckpointError, ConfigError, shown
-from specdec.models.transformers_target import TransformersTarget
 from specdec.sampling.noise import Noise
 from specdec.settings.parsing import check_positive
 from specdec.step import device_copies
@@ -119,9 +118,8 @@ class Kangaroo(DrafterBase):
         self.guess_weights = head + sum(weight.numel() for weight in adapter.parameters())
 
     def warm_up(self, target: Target, rows: int, sequences: int) -> None:
-        if isinstance(target, TransformersTarget):
-            most = min(rows, self.gamma * self.branch + 1)
-            target.warm_up(most, sequences=sequences, taps=self.taps, exit_layer=self.exit_layer, levels=most)
+        most = min(rows, self.gamma * self.branch + 1)
+        target.warm_up(most, sequences=sequences, taps=self.taps, exit_layer=self.exit_layer, levels=most)
 
     @classmethod
     def build(cls, config: KangarooConfig, target: Target) -> Kangaroo:

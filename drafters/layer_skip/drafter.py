@@ -20,7 +20,7 @@ import torch
 from drafters.heads.growing import Behind, GrowingOptions, GrowingSession
 from drafters.heads.growth import Growth
 from drafters.kangaroo.drafter import Kangaroo, KangarooConfig
-from drafters.layer_skip.forward import Skip, halves_of
+from drafters.layer_skip.forward import Skip
 from drafters.layer_skip.search import best_skip, share_of
 from drafters.layer_skip.times import Times, assumed, times_of
 from drafters.shared.own_cache import OwnCache
@@ -106,7 +106,7 @@ class LayerSkip(DrafterBase):
             ConfigError: the target has no such layers, or is run as a whole, or over several processes.
             CheckpointError: the target has no more than ``exit_layer`` layers.
         """
-        if getattr(target, "splits", False):
+        if target.splits:
             raise ConfigError(
                 "parallel='rows' runs all layers together, and layer_skip some of them alone; choose lookahead, medusa "
                 "or auto"
@@ -130,7 +130,7 @@ class LayerSkip(DrafterBase):
         """
         if self._times is None:
             target = context.target
-            timed = context.costs.machine and getattr(target, "agreed_curve", None) is None  # that several must share
+            timed = context.costs.machine and target.agreed_curve is None  # that several must share
             self._times = times_of(target) if timed else assumed(target)
         return self._times
 
@@ -150,7 +150,7 @@ class LayerSkip(DrafterBase):
 
 
 def _check(config: LayerSkipConfig, target: Target) -> None:
-    """Raises ConfigError where the target has no such layers, none is left to run, or their parts do not run alone."""
+    """Raises ConfigError where the target has no such layers, or none is left to run."""
     most, skip = target.num_layers, config.chosen
     for name in ("skip", "skip_attention", "skip_mlp"):
         given = getattr(config, name)
@@ -163,12 +163,6 @@ def _check(config: LayerSkipConfig, target: Target) -> None:
             f"layer_skip leaves out {shown(sorted(skip.whole))}, and the model has {most} layer{'s' * (most > 1)}; at "
             "least one is run"
         )
-    for part, apart in (("attention", skip.attention - skip.whole), ("mlp", skip.mlp - skip.whole)):
-        if apart and halves_of(target, part) is None:
-            raise ConfigError(
-                f"layer_skip.skip_{part} is {shown(sorted(apart))}, and this model's layers cannot be run without "
-                f"their {part}; give whole layers, as layer_skip.skip"
-            )
 
 
 class LayerSkipSession(GrowingSession):

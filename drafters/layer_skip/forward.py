@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from specdec.step.step_io import LayerPlan, Part
-from specdec.target import Target
 
-__all__ = ["Skip", "halves_of"]
+__all__ = ["Skip"]
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,3 @@ class Skip:
         none = Part(0)
         attends = [none if layer in self.attention else Part.ATTENTION for layer in range(layers)]
         return LayerPlan(parts=tuple(own if layer in self.mlp else own | Part.MLP for layer, own in enumerate(attends)))
-
-
-def halves_of(target: Target, without: str) -> Any:
-    """A runner of all layers without their ``attention`` or their ``mlp``; None where the target has none."""
-    made = getattr(target, "half_layers", None)
-    return None if made is None else made(without)

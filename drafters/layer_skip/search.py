@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from drafters.layer_skip.forward import Skip, halves_of
+from drafters.layer_skip.forward import Skip
 from drafters.layer_skip.times import Times, layer_weights
 from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput, Wanted
 from specdec.target import Target
@@ -26,11 +26,11 @@ _UNITS = 200  # resolution of the knapsack
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """How much a layer and its parts change their input, 1 - cosine; None for parts that cannot be run alone."""
+    """How much a layer and its parts change their input, 1 - cosine."""
 
     layer: float
-    attention: float | None = None
-    mlp: float | None = None
+    attention: float
+    mlp: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,14 @@ def choices(
     whole = [sum(both) for both in zip(attention, mlp, strict=True)]
     made = list[list[Choice]]()
     for layer, effect in enumerate(effects):
-        own = [Choice(0.0, times.layers * whole[layer] / sum(whole)), Choice(effect.layer, 0.0, True, True)]
-        if times.attention is not None and effect.mlp is not None:
-            own.append(Choice(effect.mlp, times.attention * attention[layer] / sum(attention), mlp=True))
-        if times.mlp is not None and effect.attention is not None:
-            own.append(Choice(effect.attention, times.mlp * mlp[layer] / sum(mlp), attention=True))
-        made.append(own)
+        made.append(
+            [
+                Choice(0.0, times.layers * whole[layer] / sum(whole)),
+                Choice(effect.layer, 0.0, True, True),
+                Choice(effect.mlp, times.attention * attention[layer] / sum(attention), mlp=True),
+                Choice(effect.attention, times.mlp * mlp[layer] / sum(mlp), attention=True),
+            ]
+        )
     return made
 
 
@@ -104,21 +106,14 @@ def gain(agreement: float, cost: float, depth: int) -> float:
 def effects(target: Target, tokens: Sequence[int]) -> tuple[list[Effect], torch.Tensor]:
     """The effects of each layer on a text, and the [T] likeliest next tokens."""
     count, cache = target.num_layers, target.new_cache(capacity=len(tokens), rows=len(tokens))
-    halved = None not in (halves_of(target, "attention"), halves_of(target, "mlp"))
     found = list[Effect]()
     with target.active():
         output = target.forward(StepInput.of(cache, tokens, wanted=Wanted(hidden=range(count + 1))))
         for layer in range(count):
             given, got = output.hidden[layer], output.hidden[layer + 1]
-            if not halved:
-                found.append(Effect(_change(given, got)))
-            else:
-                attending = LayerPlan(layer + 1, (Part.ATTENTION,) * count)
-                entering = Entering(layer, given)
-                between = target.forward(
-                    StepInput.of(cache, tokens, plan=attending, wanted=NOTHING, entering=entering)
-                ).out
-                found.append(Effect(_change(given, got), _change(given, between), _change(between, got)))
+            attending, entering = LayerPlan(layer + 1, (Part.ATTENTION,) * count), Entering(layer, given)
+            between = target.forward(StepInput.of(cache, tokens, plan=attending, wanted=NOTHING, entering=entering)).out
+            found.append(Effect(_change(given, got), _change(given, between), _change(between, got)))
         assert output.logits is not None
         return found, output.logits.argmax(-1)
 

@@ -10,10 +10,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from drafters.layer_skip.forward import halves_of
 from specdec.costs.measuring import describe, stored_at, watched
 from specdec.errors import SpecdecWarning, first_line
-from specdec.models.inspection import weights_in
 from specdec.settings.files import write_json
 from specdec.settings.validation import read_json
 from specdec.step import device_copies
@@ -34,14 +32,13 @@ class Times:
     Attributes:
         layers: of all layers.
         head: of the last norm and the head.
-        attention, mlp: of all layers' attention alone and of all layers' MLP alone, run as halves; None where they
-            cannot be run so.
+        attention, mlp: of all layers' attention alone and of all layers' MLP alone.
     """
 
     layers: float
     head: float
-    attention: float | None = None
-    mlp: float | None = None
+    attention: float
+    mlp: float
 
     @property
     def plain(self) -> float:
@@ -59,14 +56,9 @@ class _Kept:
 
 def layer_weights(target: Target) -> tuple[list[float], list[float]]:
     """The number of weights of each layer's attention, and of the rest of it; equal numbers where they are unknown."""
-    layers: Any = getattr(target, "layers", None)
-    attention, others = list[float](), list[float]()
-    for layer in () if layers is None else layers:
-        own = sum(weights_in(part) for part in layer.children() if hasattr(part, "layer_idx"))
-        attention.append(float(own))
-        others.append(float(weights_in(layer) - own))
-    if len(attention) == target.num_layers and all(attention) and all(others):
-        return attention, others
+    if target.sublayer_weights:
+        attention, others = zip(*target.sublayer_weights, strict=True)
+        return [*map(float, attention)], [*map(float, others)]
     each = target.layer_weights / target.num_layers
     return [each / 3] * target.num_layers, [each * 2 / 3] * target.num_layers
 
@@ -74,18 +66,8 @@ def layer_weights(target: Target) -> tuple[list[float], list[float]]:
 def assumed(target: Target) -> Times:
     """Times in proportion to weights, which bound a step with few rows; used where nothing was measured."""
     attention, others = layer_weights(target)
-    apart = _apart(target)
     head = float(target.vocab_size * target.hidden_size)
-    return Times(
-        layers=sum(attention) + sum(others),
-        head=head,
-        attention=sum(attention) if apart else None,
-        mlp=sum(others) if apart else None,
-    )
-
-
-def _apart(target: Target) -> bool:
-    return all(halves_of(target, part) is not None for part in ("attention", "mlp"))
+    return Times(layers=sum(attention) + sum(others), head=head, attention=sum(attention), mlp=sum(others))
 
 
 def times_of(target: Target) -> Times:
@@ -125,11 +107,10 @@ def measure(target: Target, clock: Callable[[], float] = perf_counter) -> Times:
             "layers": lambda: target.forward(row),
             "head": lambda: target.head(target.norm(hidden)),
         }
-        if _apart(target):
-            for name, part in (("attention", Part.ATTENTION), ("mlp", Part.MLP)):
-                plan, entering = LayerPlan(parts=(part,) * layers), Entering(0, hidden)
-                half = StepInput.of(cache, [0], plan=plan, wanted=NOTHING, entering=entering)
-                works[name] = partial(target.forward, half)
+        for name, part in (("attention", Part.ATTENTION), ("mlp", Part.MLP)):
+            plan, entering = LayerPlan(parts=(part,) * layers), Entering(0, hidden)
+            half = StepInput.of(cache, [0], plan=plan, wanted=NOTHING, entering=entering)
+            works[name] = partial(target.forward, half)
         seconds: dict[str, list[float]] = {name: [] for name in works}
         for work in works.values():  # the first of each does not count
             work()

@@ -30,7 +30,6 @@ from drafters.shared.weights import check_fit, weights_folder
 from specdec.costs.curve import pass_price
 from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, DeviceStep, DrafterBase, Observation
-from specdec.runners.recording import Recording
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
@@ -92,7 +91,7 @@ class Medusa(DrafterBase):
         head = own.ranks * own.hidden_size * (depth if own.own_head else 1)
         blocks = depth * own.hidden_size * (own.input_size + (own.layers - 1) * own.hidden_size)
         self.weights = head + blocks  # that a guess reads
-        recording: Recording | None = getattr(target, "recording", None)
+        recording = target.recording
         self.recorded: RecordedHeads | None = None
         if recording is not None and not self.step.native:
             device = target.head_device

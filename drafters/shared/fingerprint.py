@@ -17,7 +17,7 @@ __all__ = ["architecture", "fingerprint", "known_tokenizer", "tokenizer_fingerpr
 def architecture(target: Target) -> str:
     """Class and sizes of a target, with which its fingerprint begins: known at once, where weights take a second."""
     shape = f"{target.num_layers}x{target.hidden_size}-v{target.vocab_size}"
-    return f"{getattr(target, 'name', type(target).__name__)}-{shape}"
+    return f"{target.name}-{shape}"
 
 
 def fingerprint(target: Target) -> str:
@@ -25,11 +25,8 @@ def fingerprint(target: Target) -> str:
 
     Values are rounded to bfloat16 first, so a model saved in bfloat16 and loaded in float32 keeps its fingerprint.
     """
-    from specdec.models.transformers_target import TransformersTarget  # not at the top, as vLLM has other transformers
-
     digest = hashlib.sha256()
-    named = target.named_weights() if isinstance(target, TransformersTarget) else ()
-    for _, weight in named:
+    for _, weight in target.named_weights():
         if not weight.is_meta:
             flat = weight.detach().reshape(-1)
             few = flat[:: max(1, len(flat) // 16)][:16].to("cpu", torch.bfloat16)
@@ -48,10 +45,9 @@ def known_tokenizer(target: Target) -> str | None:
     """
     from specdec.models.tokenizer import load_tokenizer  # not at the top, as vLLM has other transformers
 
-    path = str(getattr(getattr(target, "model", None), "name_or_path", "") or "")
-    if not path:
+    if not target.path:
         return None
     try:
-        return tokenizer_fingerprint(load_tokenizer(path, local_files_only=True))
+        return tokenizer_fingerprint(load_tokenizer(target.path, local_files_only=True))
     except CheckpointError:
         return None

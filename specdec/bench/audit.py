@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
+from specdec.bench.own_model import own_model
 from specdec.bench.plan import BASELINE
 from specdec.bench.records import Record, repeats_of
 from specdec.engine.questions import QuestionId
 from specdec.errors import ConfigError, shown
-from specdec.models.transformers_target import TransformersTarget
 from specdec.sampling.sampler import Sampler
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step.step_output import StepOutput
+from specdec.target import Target
 
 __all__ = ["Audit", "Divergence", "audit", "rounding_bound"]
 
@@ -153,7 +154,7 @@ class Audit:
 def audit(
     records: Sequence[Record],
     systems: Mapping[str, Mapping[str, Any]],
-    target: TransformersTarget,
+    target: Target,
     sampling: SamplingParams,
 ) -> Audit:
     """Compare all answers.
@@ -229,9 +230,7 @@ def _check_tokens(records: Sequence[Record], vocab_size: int) -> None:
             )
 
 
-def _first_divergence(
-    record: Record, plain: Record, target: TransformersTarget, sampling: SamplingParams
-) -> Divergence | None:
+def _first_divergence(record: Record, plain: Record, target: Target, sampling: SamplingParams) -> Divergence | None:
     if len(record.turns) != len(plain.turns):
         raise ConfigError(
             f"{record.system!r} answered {len(record.turns)} turns of question {record.question_id}, {BASELINE!r} "
@@ -275,16 +274,15 @@ def _first_divergence(
     )
 
 
-def _fresh_scores(
-    text: Sequence[int], target: TransformersTarget, sampling: SamplingParams
-) -> tuple[torch.Tensor, float]:
+def _fresh_scores(text: Sequence[int], target: Target, sampling: SamplingParams) -> tuple[torch.Tensor, float]:
     """[V] scores after ``text`` by the model's own forward, and the magnitude of the largest logit.
 
     The token is their argmax: logits for greedy decoding, else processed logits with the position's noise.
     """
     ids = torch.tensor([list(text)], device=target.device)
     with torch.inference_mode():
-        logits = target.model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1).logits[:, -1]
+        output = own_model(target)(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
+        logits = output.logits[:, -1]
         scale = float(logits.abs().max())
         sampler = Sampler(sampling, list(text), target.vocab_size, logits.device)
         scores = sampler.processed(StepOutput(logits), 0, ()).double()

@@ -100,13 +100,11 @@ def audit(
     from specdec.bench.records import RunFolder
     from specdec.bench.tables import print_verdicts
     from specdec.engine.load import load
-    from specdec.models.transformers_target import TransformersTarget
 
     folder = RunFolder(run)
     manifest = folder.manifest()
     plan = parse(Plan, manifest["plan"], where="bench")
     target = load(plan).target
-    assert isinstance(target, TransformersTarget)
     now = describe_model(plan.model, target)["fingerprint"]
     if now != manifest["model"]["fingerprint"]:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from specdec.costs.machine import processor
-from specdec.models.transformers_target import TransformersTarget
+from specdec.target import Target
 from specdec.version import __version__
 
 __all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model"]
@@ -50,11 +50,11 @@ def caption(environment: Mapping[str, Any]) -> str:
     )
 
 
-def describe_model(name: str, target: TransformersTarget) -> dict[str, Any]:
+def describe_model(name: str, target: Target) -> dict[str, Any]:
     """A description of the model; ``fingerprint`` depends on weights and dtype only, not on their place."""
     digest = hashlib.sha256()
     parameters = 0
-    for key, weight in sorted(target.model.state_dict().items()):
+    for key, weight in target.named_weights():
         parameters += weight.numel()
         digest.update(f"{key}{list(weight.shape)}{weight.dtype}".encode())
         flat = weight.reshape(-1)

@@ -19,7 +19,6 @@ from specdec.bench.rival import Rival
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError, check_choice
 from specdec.models.gguf_writer import add_settings, add_weights
-from specdec.models.transformers_target import TransformersTarget
 
 __all__ = ["LlamaCpp", "write_gguf"]
 
@@ -116,12 +115,11 @@ def write_gguf(engine: Engine, path: Path) -> Path:
         ConfigError: the model is not a Llama, or has a precision that the format lacks.
     """
     target = engine.target
-    config = target.config if isinstance(target, TransformersTarget) else None
+    config = target.config
     if config is None or config.model_type != "llama" or (kind := str(target.dtype)[6:]) not in _TYPES:
         raise ConfigError(f"llama.cpp is given Llamas in {', '.join(_TYPES)}; the target is {target.name}")
     from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
-    assert isinstance(target, TransformersTarget)
     writer = GGUFWriter(path, "llama")
     add_settings(writer, config)
     count = config.vocab_size

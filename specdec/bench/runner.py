@@ -36,7 +36,6 @@ from specdec.engine.questions import (
 )
 from specdec.engine.text_stream import TextStream, continuation
 from specdec.errors import ConfigError, ParallelError
-from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.target import ParallelTarget
 from specdec.settings.files import check_same_run, digest_of
 
@@ -97,7 +96,6 @@ class Runner:
                 "another --out, or delete them"
             )
         self.engine = engine or load(plan, parallel=plan.parallel)
-        assert isinstance(self.engine.target, TransformersTarget)
         self.follows = isinstance(self.engine.target, ParallelTarget) and self.engine.target.ranks.rank > 0
         self.target = self.engine.target
         self._memory = MemoryMeter(self.target.device)

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from specdec.bench.own_model import own_model
 from specdec.bench.plan import Plan
 from specdec.bench.records import Output
 from specdec.bench.rival import Rival
 from specdec.engine.engine import Engine
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models.loading import load_model
-from specdec.models.transformers_target import TransformersTarget
+from specdec.models.live_model import load_model
 from specdec.step.device_copies import wait
 
 __all__ = ["TransformersSystem"]
@@ -26,9 +26,7 @@ class TransformersSystem(Rival):
 
     def __init__(self, label: str, engine: Engine, plan: Plan, options: Mapping[str, Any]) -> None:
         super().__init__(label, engine, plan, options)
-        if not isinstance(engine.target, TransformersTarget):
-            raise ConfigError(f"{label} needs a transformers model, and the target is {type(engine.target).__name__}")
-        self._model: Any = engine.target.plain_model()  # our target may have repacked its weights
+        self._model: Any = own_model(engine.target)
 
     def arguments(self) -> dict[str, Any]:
         """Further arguments of ``generate``."""

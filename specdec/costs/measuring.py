@@ -58,7 +58,7 @@ def describe(target: Target, **options: Any) -> dict[str, Any]:
 
     ``options`` override the target's.
     """
-    config, options = getattr(target, "config", None), {**getattr(target, "options", {}), **options}
+    config, options = target.config, {**target.options, **options}
     if options.get("runner") == "native":
         options["library"] = digest_of_library()
     inner = [value for name in ("intermediate_size", "num_key_value_heads") if (value := getattr(config, name, None))]
@@ -68,7 +68,7 @@ def describe(target: Target, **options: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "code": digest_of_code(),
-        "model": getattr(target, "name", type(target).__name__),
+        "model": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, *inner],
         "dtype": str(target.dtype).removeprefix("torch."),
         **options,
@@ -92,9 +92,8 @@ def cost_curve(
     Raises:
         ConfigError: ``file`` does not exist.
     """
-    agreed = getattr(target, "agreed_curve", None)
-    if agreed is not None:  # several processes must use the same curve
-        return agreed(progress)  # type: ignore[no-any-return]
+    if target.agreed_curve is not None:  # several processes must use the same curve
+        return target.agreed_curve(progress)  # type: ignore[no-any-return]
     machine = describe(target)
     path = stored_at(machine) if file is None else Path(file)
     if file is not None and not path.exists():

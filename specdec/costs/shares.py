@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from specdec.costs.curve import CostCurve
+from specdec.execute.native import NativeExecutor
 from specdec.native.limits import Limits, measure
 from specdec.native.types import Kind
-from specdec.runners.native import NativeRunner
 from specdec.target import Target
 
 __all__ = ["Shares", "shares"]
@@ -51,8 +51,8 @@ def shares(curve: CostCurve, target: Target) -> Shares | None:
     that of attention, which does so with each layer's keys and values. Each takes as long as the slower of reading and
     multiplying.
     """
-    runner, specs = getattr(target, "runner", None), getattr(target, "specs", ())
-    if not isinstance(runner, NativeRunner) or (weights := runner.weights) is None:
+    executor, specs = target.executor, target.specs
+    if not isinstance(executor, NativeExecutor) or (weights := executor.weights) is None:
         return None
     kind, tiles = Kind(weights[0].described.kind), bool(weights[0].described.tiles)
     limits = measure(kind, tiles=tiles, threads=torch.get_num_threads())
@@ -65,8 +65,8 @@ def shares(curve: CostCurve, target: Target) -> Shares | None:
         seen = [length if spec.window is None else min(length, spec.window) for spec in specs]
         cached = sum(spec.slot_bytes * count for spec, count in zip(specs, seen, strict=True))
         scored = sum(
-            layer.heads[0] * (spec.key_dim + spec.value_dim) * count
-            for layer, spec, count in zip(runner.layers, specs, seen, strict=True)
+            layer.attention.heads * (spec.key_dim + spec.value_dim) * count
+            for layer, spec, count in zip(executor.spec.layers, specs, seen, strict=True)
         )
         by_products = 0.0 if in_integers else 2 * multiplied * rows * passes / limits.multiplying
         by_attention = 2 * scored * rows / limits.multiplying

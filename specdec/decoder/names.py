@@ -90,6 +90,11 @@ class Names:
 
     def own(self, weight: Weight) -> str:
         """Transformers' name; of experts, of what is fused."""
+        fused = next(
+            (whole for whole, parts in FUSED.items() if weight.part in parts and weight.expert is not None), None
+        )
+        if fused is not None:
+            weight = Weight(fused, weight.layer)
         return next(self.candidates(weight, self.prefixes[0]))
 
 

@@ -94,7 +94,7 @@ def custom_generate(
         raise ConfigError(f"a streamer shows one sequence, and there are {count}; leave it out")
     if target is None:
         target = TransformersTarget(model)
-    elif target.model is not model:
+    elif not isinstance(target, TransformersTarget) or target.model is not model:
         raise ConfigError(f"target wraps another {target.name} than the one whose generate was called; wrap this one")
     target.whole.check_methods(LOOP)
     check_preparation(model, input_ids, model_kwargs)

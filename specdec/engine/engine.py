@@ -13,6 +13,7 @@ from typing import Any, Unpack
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from specdec.costs.curve import CostCurve, roofline
 from specdec.costs.fallback import Fallback
@@ -32,6 +33,7 @@ from specdec.engine.text_stream import stop_strings
 from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecWarning, check_choice, first_line, shown
 from specdec.models.around_layers import GENERATION
 from specdec.models.chat_templates import with_chat_template
+from specdec.models.described_target import DescribedTarget
 from specdec.models.inspection import unused_generation_options
 from specdec.models.tokenizer import load_tokenizer
 from specdec.models.transformers_target import TransformersTarget
@@ -124,7 +126,7 @@ class Engine(NotCopied):
         """Most tokens of a prompt that go through one forward."""
         if self.prefill_chunk is not None:
             return self.prefill_chunk
-        windows = [spec.window for spec in getattr(self.target, "specs", ()) if spec.window is not None]
+        windows = [spec.window for spec in self.target.specs if spec.window is not None]
         return min(512, max(32, min(windows))) if windows else 512  # a window's size, but no sliver
 
     def warm_up(self, sequences: int = 1) -> None:
@@ -134,11 +136,10 @@ class Engine(NotCopied):
         Recorded are the buckets of up to ``max_rows`` rows of one sequence, of several up to 64 rows together, and the
         passes of drafters that run a model; a chunk of a prompt is launched. On a CPU there is nothing to do.
         """
-        own = getattr(self.target, "warm_up", None)
-        if own is None or not device_copies.is_apart(self.target.device):
+        if not device_copies.is_apart(self.target.device):
             return
         began, rows = perf_counter(), min(self.max_rows if self.drafter.proposes else 1, MOST_REPLAYED)
-        own(rows, sequences=sequences, taps=self.drafter.taps)
+        self.target.warm_up(rows, sequences=sequences, taps=self.drafter.taps)
         chunk = min(self.chunk_rows, self.target.context_length)
         with self.target.active():
             cache = self.target.new_cache(capacity=chunk, rows=chunk)
@@ -197,8 +198,8 @@ class Engine(NotCopied):
         if isinstance(drafter, str | Mapping):
             parse_drafter(drafter)  # before a large model is loaded for nothing
         several = check_choice("parallel", parallel, PARALLEL) != "off"
-        load: Callable[..., TransformersTarget] = TransformersTarget.from_pretrained
-        target = (partial(load_parallel, parallel, max_rows=max_rows) if several else load)(
+        load: Callable[..., Target] = TransformersTarget.from_pretrained
+        target: Target = (partial(load_parallel, parallel, max_rows=max_rows) if several else load)(
             path,
             dtype=dtype,
             device=device,
@@ -207,7 +208,6 @@ class Engine(NotCopied):
             attention=attention,
             activations=activations,
             trust_remote_code=trust_remote_code,
-            progress=progress,
         )
         if tokenizer is None:
             tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -228,6 +228,30 @@ class Engine(NotCopied):
             policy=policy,
             progress=progress,
         )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        drafter: DrafterSpec = "none",
+        *,
+        execution: str = "auto",
+        attention: str = "auto",
+        **options: Any,
+    ) -> Engine:
+        """An engine of a copy of a live model's weights, laid out to be fast; it holds them beside the model's own.
+
+        Later changes of the model are not followed; ``Engine(TransformersTarget(model))`` follows them, by the model's
+        own forward. ``execution`` and ``attention`` are TransformersTarget's, ``options`` the engine's.
+
+        Raises:
+            TargetError: no description covers it, it is not as its class makes it, or its logits of a few tokens are
+                others than the copy's; the message has the reason.
+            ConfigError: the named executor cannot run it.
+        """
+        target = DescribedTarget.from_model(model, execution=execution, attention=attention)
+        return cls(target, tokenizer, drafter, **options)
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """How the model is run, and why: section -> name -> value; `specdec info` prints it."""
@@ -453,8 +477,7 @@ class Engine(NotCopied):
         request = checked_fields(request)
         if request.eos_ids is None:  # a caller with its own has read the generation config, and is called by generate
             self._warn_of_unused(request.sampling)
-            if (whole := getattr(self.target, "whole", None)) is not None:
-                whole.check_methods(GENERATION)
+            self.target.check_methods(GENERATION)
         if request.prefix_cache is not None and self.target.shared:
             raise ConfigError("prefix caches are kept by one process; leave out parallel=, or prefix_cache")
         if request.drafter is not None:
@@ -493,8 +516,8 @@ class Engine(NotCopied):
 
     def _warn_of_unused(self, sampling: SamplingParams | None) -> None:
         """Warn of values of the checkpoint's generation config that transformers' ``generate`` would use."""
-        model = getattr(self.target, "model", None)
-        unused = [] if model is None else unused_generation_options(model, sampling=sampling is not None)
+        config = self.target.generation_config
+        unused = [] if config is None else unused_generation_options(config, sampling=sampling is not None)
         if unused:
             warnings.warn(
                 f"the generation config of {self.target.name} sets {', '.join(unused)}, which an engine does not take: "

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from specdec.drafting.registry import DrafterSpec, parse_drafter
 from specdec.engine.decoding import Decoding
@@ -267,7 +267,7 @@ class Scheduler(NotCopied):
         """
         if self._cache_bytes is not None and held + waiting.bytes > self._cache_bytes:
             return False
-        room = getattr(self._engine.target, "cache_room", lambda: None)() if self._running else None
+        room = self._engine.target.cache_room() if self._running else None
         if room is None:
             return True
         growth = sum(max(0, one.bytes - decoding.sequence.cache_bytes) for decoding, one in self._running.items())
@@ -317,13 +317,12 @@ class Scheduler(NotCopied):
         Raises:
             ConfigError: the text may need more than ``cache_bytes``.
         """
-        target: Any = self._engine.target
-        pages = getattr(target, "pages", False)
-        if self._cache_bytes is None and not pages:
+        target = self._engine.target
+        if self._cache_bytes is None and not target.pages:
             return 0
         capacity, rows = cache_sizes(self._engine, prompt_tokens, max_new_tokens)
-        specs, drafted = getattr(target, "specs", ()), self._engine.max_rows
-        if pages:
+        specs, drafted = target.specs, self._engine.max_rows
+        if target.pages:
             size = KVCache.most_page_bytes(specs, capacity=capacity, rows=rows, drafted=drafted)
         else:
             size = KVCache.most_bytes(specs, capacity=capacity, rows=rows)

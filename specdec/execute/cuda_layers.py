@@ -15,8 +15,8 @@ from specdec.execute.weights import DecoderWeights
 from specdec.runners.cuts import ChosenCuts, Weight, weight_of
 from specdec.runners.graphs import LOGITS, PICKED, CosSin, Outcome, StepInputs
 from specdec.runners.linear import DenseLinear
-from specdec.runners.runner import FINAL
 from specdec.runners.sent_rows import SentRows, SentText
+from specdec.step.step_io import FINAL
 
 __all__ = ["CudaLayers"]
 

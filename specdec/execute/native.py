@@ -6,7 +6,7 @@ sums does not depend on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,21 +15,22 @@ import torch
 from specdec.decoder.spec import DecoderSpec, Experts, Layer
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import GatedWeights, LayerWeights
+from specdec.execute.native_parts import PartLayers
 from specdec.execute.torch import TorchExecutor
 from specdec.execute.weights import DecoderWeights
-from specdec.native.invariance import products_vary
+from specdec.native.invariance import layer_varies, products_vary
 from specdec.native.library import library
 from specdec.runners.linear import PackedWeight
 from specdec.runners.native_layers import NativeExperts, NativeHead, NativeLayer, NativeLayers, runs_heads_of
-from specdec.runners.runner import FINAL
 from specdec.runners.sent_rows import rows_on
 from specdec.sampling.noise import key_at
-from specdec.step.step_io import StepInput
+from specdec.step.step_io import FINAL, Part, StepInput
 from specdec.step.step_output import StepOutput
 
 __all__ = ["NativeExecutor", "why_not"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_CHAINS = 4  # so that where results are rounded to bfloat16, some of them differ in what is left
 
 
 def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -57,7 +58,6 @@ class NativeExecutor(TorchExecutor):
     """As :class:`TorchExecutor`, for what ``why_not`` does not rule out.
 
     Quantised weights stay in their blocks. ``int8``: rows that these are multiplied with are rounded to bytes.
-    Rows of which parts of layers are left out are run in torch, by the same panels.
     """
 
     name = "native"
@@ -70,12 +70,42 @@ class NativeExecutor(TorchExecutor):
             _described(own, weights, ropes.index(own.attention.rope))
             for own, weights in zip(spec.layers, self._weights.layers, strict=True)
         ]
-        self._native = NativeLayers(layers, gelu=spec.layers[0].mlp.act == "gelu_tanh")
+        self._gelu = spec.layers[0].mlp.act == "gelu_tanh"
+        self._native = NativeLayers(layers, gelu=self._gelu)
+        self._parts = dict[Part, PartLayers]()
         head, norm = self._weights.head, self._weights.norm
         assert isinstance(head, PackedWeight)
         self._head = NativeHead(norm.by, norm.norm.eps, head)
+        self._laid = layers
         self.varies = products_vary()
+        self.experts = _told([one.experts for one in layers if one.experts is not None])
         self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def weights(self) -> list[PackedWeight] | None:
+        """What a forward reads once, head included; None where it reads a part of it."""
+        if self.experts is not None:
+            return None
+        assert isinstance(self._weights.head, PackedWeight)
+        return [*(weight for layer in self._laid for weight in layer.products), self._weights.head]
+
+    def measure_rows(self) -> None:
+        if self.varies is None:
+            self.varies = layer_varies(self._chain)
+
+    def _chain(self, counts: Sequence[int]) -> torch.Tensor:
+        """[N, D] random rows of several chains through the last layer, in forwards of these numbers of rows."""
+        last, total, found = len(self.spec.layers) - 1, sum(counts), []
+        for seed in range(_CHAINS):
+            generator = torch.Generator().manual_seed(seed)
+            hidden = torch.randn(total, self.spec.hidden, generator=generator).to(self.dtype)
+            cache = self.new_cache(capacity=total, rows=total)
+            for part in torch.split(hidden, [*counts]):
+                step = StepInput.of(cache, [0] * len(part))
+                turns = self._turned(step.end)
+                found.append(self._native.run(part, step, *turns, last, last + 1, (), by_row=False)[0])
+                cache.commit(range(len(part)))
+        return torch.cat(found)
 
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
         return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight, int8=self._int8)
@@ -84,8 +114,9 @@ class NativeExecutor(TorchExecutor):
         return "in the same call"
 
     def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
-        if step.plan.parts:
-            return super()._run(step, first, last, hidden)
+        return (self._run_parts if step.plan.parts else self._run_layers)(step, first, last, hidden)
+
+    def _run_layers(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
         wanted, rows, table = step.wanted, rows_on(self.device, step, self.backend), self._weights.embedding
         looks_up = isinstance(table, PackedWeight) and self.spec.embedding.scale == 1.0
         if hidden is None and not looks_up:
@@ -117,6 +148,25 @@ class NativeExecutor(TorchExecutor):
             sent=rows,
         )
 
+    def _run_parts(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
+        """Rows through the parts of layers that the step's plan names; inputs of layers are not kept."""
+        for part, begin, end in step.plan.runs(first, last):
+            if hidden is None and (begin or part is not Part.BOTH):
+                hidden = self.embed(step.ids)
+            if part is not Part.BOTH:
+                hidden = self._part(part).run(hidden, step, self._turned(step.end), begin, end)
+            elif end == len(self.spec.layers):
+                return self._run_layers(step, begin, end, hidden)
+            else:
+                hidden = self._run_layers(step, begin, end, hidden).out
+        rows = rows_on(self.device, step, self.backend)
+        return self._finished(rows, last, self.embed(step.ids) if hidden is None else hidden, {})
+
+    def _part(self, part: Part) -> PartLayers:
+        if part not in self._parts:
+            self._parts[part] = PartLayers(self._laid, part, gelu=self._gelu)
+        return self._parts[part]
+
     @contextmanager
     def every_expert(self) -> Iterator[None]:
         self._native.choose_all(True)
@@ -142,6 +192,20 @@ def _first_draws(step: StepInput) -> Mapping[int, tuple[float, int]]:
         return {}
     each = zip(step.starts, draws.start, draws.temperature, step.lengths, strict=False)
     return {row: (by, key_at(start, length + 1)) for row, start, by, length in each if by}
+
+
+def _told(experts: Sequence[NativeExperts]) -> str | None:
+    """How many there are, and how much of their weights a row reads."""
+    if not experts:
+        return None
+    sizes = {(one.chosen, len(one.down)) for one in experts}
+    counts = " or ".join(f"{chosen} of {count}" for chosen, count in sorted(sizes))
+    whole = [sum(store.nbytes for store in (*one.gate_up, *one.down)) for one in experts]
+    read = sum(size * one.chosen / len(one.down) for size, one in zip(whole, experts, strict=True))
+    return (
+        f"in the same call: {counts} a row in {len(experts)} layers, which reads {read / 1e6:.0f} of their "
+        f"{sum(whole) / 1e6:.0f} MB; rows share an expert's reading"
+    )
 
 
 def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:

@@ -17,19 +17,18 @@ from specdec.decoder.rope import Angles, RopeTables
 from specdec.decoder.spec import Attention, Experts, Rope
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer
-from specdec.execute.weights import DecoderWeights, rows_of
+from specdec.execute.weights import DecoderWeights, Kernel, rows_of
 from specdec.runners.attention import attend, describe_backend
-from specdec.runners.linear import DenseLinear, LinearKernel, PackedWeight, linear_kernel
+from specdec.runners.linear import DenseLinear, HeadOf, PackedWeight, linear_kernel
 from specdec.runners.recording import Recording
 from specdec.runners.rows import Rows
-from specdec.runners.runner import FINAL
 from specdec.runners.sent_rows import rows_on
 from specdec.step.cache import KVCache
 from specdec.step.first_time import FirstTimes
 from specdec.step.joining import beginning
 from specdec.step.pages import PagePool
 from specdec.step.slots import LayerSpec
-from specdec.step.step_io import NOTHING, Entering, Part, StepInput, Wanted
+from specdec.step.step_io import FINAL, NOTHING, Entering, Part, StepInput, Wanted
 from specdec.step.step_output import StepOutput
 
 __all__ = ["TorchExecutor"]
@@ -47,13 +46,15 @@ class TorchExecutor:
         spec: what the decoder is.
         specs: what each layer caches.
         varies: why a row's results depend on other rows in the forward.
+        experts: how experts are run, where that is known.
         pages: whether caches are in pages.
         pools: the pages of all texts.
         recording: what drafters on its device have their passes recorded by.
     """
 
-    name = "torch"
+    name = "fused"
     varies: str | None = "torch's products and attention sum in another order for other numbers of rows"
+    experts: str | None = None
     pages = False
     pools: Collection[PagePool] = ()
     recording: Recording | None = None
@@ -70,6 +71,24 @@ class TorchExecutor:
             LayerSpec(own.kv_heads, own.head_dim, own.head_dim, own.window, device, dtype)
             for own in (one.attention for one in self.spec.layers)
         ]
+
+    @property
+    def packed_head(self) -> PackedWeight | None:
+        """The packed weight that the head is; None where it is not packed, or logits have a cap."""
+        head = self._weights.head
+        return head if isinstance(head, PackedWeight) and not self.spec.head.cap else None
+
+    @property
+    def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
+        """The table that embeddings are looked up in; None where they are scaled."""
+        return self._weights.embedding if self.spec.embedding.scale == 1.0 else None
+
+    def kernels(self) -> Iterator[tuple[list[str], Kernel]]:
+        """Every product, and a table in blocks, with transformers' names of the weights in it."""
+        return self._weights.kernels()
+
+    def measure_rows(self) -> None:
+        """Run a layer in forwards of several sizes, where ``varies`` depends on that."""
 
     def attention(self) -> str:
         """Which kernels compute it."""
@@ -178,7 +197,8 @@ class TorchExecutor:
 
     def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
         """[N, D] what the first layer reads for tokens [N]."""
-        return self._embedded(torch.as_tensor(tokens, dtype=torch.int64).to(self.device))
+        held = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(tokens, dtype=torch.int64)
+        return self._embedded(held.to(self.device))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., D] through the last norm."""
@@ -186,7 +206,8 @@ class TorchExecutor:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D] that passed the last norm."""
-        return self._by_head(self._weights.head, hidden)
+        logits = self._weights.head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
+        return _capped(self.spec.head.cap, logits) if self.spec.head.cap else logits
 
     def head_of(
         self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
@@ -195,14 +216,12 @@ class TorchExecutor:
 
         With a ``dtype`` gradients may pass, as in training.
         """
+        head, cap = self._weights.head, self.spec.head.cap
+        after = partial(_capped, cap) if cap else None
         if tokens is None and dtype is None:
-            return self.head
-        weight = rows_of(self._weights.head, range(self.spec.vocab) if tokens is None else tokens)
-        return partial(self._by_head, linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype)))
-
-    def _by_head(self, kernel: LinearKernel, hidden: torch.Tensor) -> torch.Tensor:
-        logits, cap = kernel(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1), self.spec.head.cap
-        return torch.tanh(logits / cap) * cap if cap else logits
+            return HeadOf(head, after=after)
+        weight = rows_of(head, range(self.spec.vocab) if tokens is None else tokens)
+        return HeadOf(linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype)), after=after)
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:
@@ -219,6 +238,10 @@ class TorchExecutor:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The decoder's weights as transformers has them, sorted by its names."""
         return self._weights.named()
+
+
+def _capped(cap: float, logits: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(logits / cap) * cap
 
 
 def _attended(

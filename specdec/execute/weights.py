@@ -63,6 +63,7 @@ class DecoderWeights:
         self._checkpoint, self._dtype, self._device, self._kernel = checkpoint, dtype, device, kernel
         self._int8 = int8
         self._named = dict[Weight, Callable[[], torch.Tensor]]()
+        self._kernels = list[tuple[tuple[Weight, ...], Kernel]]()
         spec = checkpoint.spec
         place = Weight("embedding" if spec.head.tied else "head")
         self.head = self._product(place)
@@ -80,6 +81,11 @@ class DecoderWeights:
         own = {self._checkpoint.names.own(weight): made for weight, made in every if weight.expert is None}
         for name in sorted(own):
             yield name, own[name]()
+
+    def kernels(self) -> Iterator[tuple[list[str], Kernel]]:
+        """Every product, and a table in blocks, with transformers' names of the weights in it."""
+        own = self._checkpoint.names.own
+        return (([own(weight) for weight in weights], kernel) for weights, kernel in self._kernels)
 
     def _layer(self, number: int) -> LayerWeights:
         spec = self._checkpoint.spec.layers[number]
@@ -111,6 +117,7 @@ class DecoderWeights:
             return self._alone(weight)
         table = BlockWeight([blocks], None, self._dtype, as_in_file=True, int8=self._int8)
         self._named[weight] = partial(rows_of, table, range(table.outputs))
+        self._kernels.append(((weight,), table))
         return table
 
     def _product(self, *weights: Weight) -> Kernel:
@@ -119,6 +126,7 @@ class DecoderWeights:
         bias = self._stacked([*map(self._checkpoint.read, biases)]) if biases else None
         blocks = self._in_blocks(weights, bias) if len(biases) in (0, len(weights)) else None
         kernel = blocks or self._made([*map(self._checkpoint.read, weights)], bias)
+        self._kernels.append((weights, kernel))
         start = 0
         for weight in weights:
             stop = start + self._checkpoint.shapes[weight][0]
@@ -150,6 +158,8 @@ class DecoderWeights:
                 own = [self._product(*(Weight(one, number, expert) for one in parts)) for expert in count]
             else:
                 own = [self._made(tensors, None) for tensors in self._checkpoint.experts(number, part)]
+                every = enumerate(own)
+                self._kernels += [(tuple(Weight(one, number, expert) for one in parts), made) for expert, made in every]
             self._named[Weight(part, number)] = partial(_fused, own)
             each.append(own)
         return [GatedWeights(gate_up, down) for gate_up, down in zip(*each, strict=True)]

@@ -1,4 +1,3 @@
-"""Models: a decoder of transformers as a target, from loading and inspection to the check against its own logits.
-
-A user's model is never changed. New families need a test that walks them layer by layer.
+"""Models as targets: :mod:`described_target` runs what a spec describes, from a checkpoint or copied from a live model;
+:mod:`transformers_target` runs a live model, which is never changed, by its own forward, and loads either.
 """

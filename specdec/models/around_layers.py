@@ -1,14 +1,13 @@
-"""Code of a model around its layers, in its forward and in transformers' ``generate``, which specdec does not run.
+"""Code of a model around its forward, in transformers' ``generate``, which specdec does not run.
 
 Specdec decodes in its own loop, so virtual tokens, and methods that ``generate`` calls between two tokens, would have
-no effect. Nor would hooks on the whole model where its layers are run by themselves. Transformers' own code there is
-known to make no difference for texts, or is checked; any other code is refused by its name.
+no effect. Transformers' own code there is known to make no difference for texts, or is checked; any other code is
+refused by its name.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from transformers import GenerationMixin
 
 from specdec.errors import TargetError
-from specdec.runners.known_layers import hooks_in
 
 __all__ = ["GENERATION", "LOOP", "Whole"]
 
@@ -26,16 +24,12 @@ LOOP = (
 )
 """Methods of a model that ``generate`` calls in its own loop, or in its place."""
 
-CALLED = ("__call__",)
-"""What ``generate`` calls, and runners that run layers by themselves do not."""
-
 GENERATION = tuple(name for name, value in vars(GenerationMixin).items() if callable(value) and name != "__init__")
 """All of ``generate``."""
 
 _KNOWN = {"transformers", "transformers_modules", "torch", "peft", "contextlib"}
 """Packages whose methods are known, or checked in another way; the second one holds a checkpoint's own code."""
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _PLAIN = "use model.generate without specdec, or a model without it"
 _PEFT = {"XLORA": "runs the model twice for each token", "POLY": "asks for task_ids", "SHADOW": "packs its own cache"}
 
@@ -53,12 +47,6 @@ class Whole:
         for module in self._path:
             _check_adapters(module)
         self.check_methods(LOOP)
-
-    def check_calls(self) -> None:
-        """Raises TargetError for what is done around a call of these modules, where none of them is called."""
-        self.check_methods(CALLED)
-        for module in self._path:
-            _check_calls(module, self._path)
 
     def check_methods(self, names: Collection[str]) -> None:
         """Called before every generation, as methods may be replaced at any time.
@@ -117,32 +105,6 @@ def _check_adapters(module: nn.Module) -> None:
             )
 
 
-def _check_calls(module: nn.Module, path: Sequence[nn.Module]) -> None:
-    """Raises TargetError for hooks, and for a ``forward`` that was replaced, where no forward is called."""
-    own = vars(module)
-    hooks = [hook for kind in _HOOKS for hook in hooks_in(own[kind])]
-    hooks += [hook for hook in _device_hooks(own.get("_hf_hook")) if type(hook).__module__ != "accelerate.hooks"]
-    if hooks:
-        raise TargetError(
-            f"this {type(module).__name__} has the forward hook {_name(hooks[0])}, and specdec calls its layers, and "
-            f"never the whole: put it on a module inside of them, or remove it; {_PLAIN}"
-        )
-    forward = own.get("forward")
-    if forward is None or "_hf_hook" in own:  # accelerate's, which brings weights and inputs to their devices
-        return
-    inner = getattr(forward, "_torchdynamo_orig_callable", forward)
-    if not any(getattr(inner, "__self__", None) is one and inner.__func__ is type(one).forward for one in path):
-        raise TargetError(
-            f"the forward of this {type(module).__name__} was replaced by {_name(forward)}, and specdec calls its "
-            f"layers, and never the whole; {_PLAIN}"
-        )
-
-
-def _device_hooks(hook: Any) -> Sequence[Any]:
-    """The hooks that accelerate calls around a module."""
-    return () if hook is None else getattr(hook, "hooks", (hook,))
-
-
 def _is_known(function: Any) -> bool:
     """Whether a function, and each that it wraps, is a library's or a checkpoint's own."""
     if isinstance(function, MethodType):
@@ -154,9 +116,3 @@ def _is_known(function: Any) -> bool:
             return True
         function = function.__wrapped__
     return False
-
-
-def _name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__qualname__", type(function).__qualname__))

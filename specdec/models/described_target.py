@@ -2,73 +2,77 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.costs.machine import Threads
-from specdec.decoder.families import FAMILIES, spec_of
-from specdec.decoder.settings import Settings
+from specdec.decoder.spec import UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.decoder.weights.quantised import opened_source
-from specdec.errors import ConfigError, TargetError
-from specdec.execute import cuda_kernels
-from specdec.execute.cuda import CudaExecutor
-from specdec.execute.native import NativeExecutor, why_not
+from specdec.errors import CheckpointError, TargetError
+from specdec.execute.choose import executor_of
 from specdec.execute.torch import TorchExecutor
-from specdec.models.gguf import GgufFile
-from specdec.models.gguf_source import GGUF_NAMES, GgufSource
-from specdec.models.gguf_tokenizer import ends_of
+from specdec.models import describe
+from specdec.models.described_checkpoint import DescribedCheckpoint
 from specdec.models.inspection import eos_ids_of
 from specdec.models.live_weights import read_live
-from specdec.models.self_check import Reference, own_logits, tokens_for
+from specdec.models.self_check import check_finite, differs, own_logits, tokens_for
 from specdec.models.warming import warm_up
+from specdec.runners.attention import check_backend, check_runs
+from specdec.runners.block_weight import BlockWeight
+from specdec.runners.linear import PackedWeight
 from specdec.runners.recording import Recording
 from specdec.sampling.sampler import Sampler
 from specdec.settings.copies import NotCopied
 from specdec.step import device_copies, torch_switches
 from specdec.step.cache import KVCache
-from specdec.step.pages import PAGE
-from specdec.step.slots import LayerSpec
 from specdec.step.step_io import StepInput
 from specdec.step.step_output import StepOutput
+from specdec.target import Target
 
 __all__ = ["DescribedTarget"]
 
 _HOST = torch.device("cpu")
 _PAGES_SHARE = 0.9  # of the bytes that a device has left; vLLM's gpu_memory_utilization is the same by default
-_WHAT_FOLLOWS = "texts may part from plain decoding's where two logits are as good as equal"
 
 
-class DescribedTarget(NotCopied):
-    """A decoder that a spec describes, and the executor that runs it; as of :class:`specdec.target.Target`.
+class DescribedTarget(NotCopied, Target):
+    """A decoder that a spec describes, and the executor that runs it.
+
+    It has the weights that were in the checkpoint, or in the live model, when it was made; later changes of either are
+    not followed.
 
     Args:
         checkpoint: its weights, which are read once.
         dtype, device: of the computation.
-        execution: ``torch``, which on a CUDA device is by Triton's kernels where they compute the decoder; ``native``;
-            or ``auto``, which is native where that runs.
-        attention: kernels of ``torch``, see :mod:`specdec.runners.attention`.
-        int8: of ``native``, see :class:`specdec.execute.native.NativeExecutor`.
+        execution, attention: as of :class:`specdec.models.transformers_target.TransformersTarget`.
+        int8: rows that quantised blocks are multiplied with are rounded to bytes.
         eos_ids: the tokens that end a text.
-        config: of transformers, whose sizes measurements are kept by.
+        config, generation_config: of transformers.
+        path: where it was loaded from.
 
     Attributes:
         spec: what the decoder is.
         executor: what runs it.
+        reason: why that was chosen.
+        others: why the others were not, by their names.
 
     Raises:
-        ConfigError: the native library cannot run it.
+        ConfigError: the named executor cannot run it; the message has the reason.
+        NumericalError: its logits are NaN or infinite.
     """
 
-    shared = False
-    instead = "share it: Engine(target, ...)"
+    instead = (
+        "share it: Engine(target, ...); in another process (started by 'spawn') load a new one: "
+        "TransformersTarget.from_pretrained(...)"
+    )
+    generation_config: Any = None
 
     @torch_switches.makes
     def __init__(
@@ -77,103 +81,144 @@ class DescribedTarget(NotCopied):
         *,
         dtype: torch.dtype,
         device: torch.device = _HOST,
-        execution: str = "torch",
+        execution: str = "auto",
         attention: str = "auto",
         int8: bool = False,
         eos_ids: frozenset[int] = frozenset(),
         config: Any = None,
+        generation_config: Any = None,
+        path: str = "",
     ) -> None:
         Threads.check()
-        self.spec, self.backend, self.dtype, self.eos_ids = checkpoint.spec, attention, dtype, eos_ids
+        self.backend, self.dtype, self.eos_ids, self.path = check_backend(attention), dtype, eos_ids, path
+        self.config, self.generation_config = config, generation_config
         self.device = self.head_device = device
+        self.layer_weights, self.sublayer_weights = checkpoint.layer_weights, checkpoint.sublayer_weights
+        self._parameters, self._int8 = checkpoint.parameters, int8
+        self._copied = False
+        self._quantised: Callable[[], str] | None = None
+        self._why_dense: str | None = None
+        chosen = executor_of(
+            checkpoint, dtype=dtype, device=device, execution=execution, attention=attention, int8=int8
+        )
         self.executor: TorchExecutor
-        why = why_not(self.spec, dtype, device)
-        if execution == "native" and why is not None:
-            raise ConfigError(f"execution={execution!r} cannot run this model: {why}; leave it at auto")
-        if execution == "native" or (execution == "auto" and attention == "auto" and why is None):
-            self.executor = NativeExecutor(checkpoint, dtype=dtype, int8=int8)
-        else:
-            by_torch = cuda_kernels.why_not(self.spec, dtype, device) is not None
-            kind = TorchExecutor if by_torch else CudaExecutor
-            self.executor = kind(checkpoint, dtype=dtype, device=device, backend=attention)
+        self.executor, self.reason, self.others = chosen
+        self.executor.measure_rows()
+        self.spec, self.specs = self.executor.spec, self.executor.specs
+        check_runs(attention, self.specs)
         self.name, self.vocab_size, self.hidden_size = self.spec.architecture, self.spec.vocab, self.spec.hidden
         self.num_layers, self.context_length = len(self.spec.layers), self.spec.context
-        self.layer_weights, self.config = checkpoint.layer_weights, config
-        self.specs: Sequence[LayerSpec] = self.executor.specs
         self.options: dict[str, Any] = {"attention": attention, "runner": self.executor.name}
+        if self.activations is not None:
+            self.options["activations"] = self.activations
         self._version = object()
 
     @classmethod
-    def from_folder(cls, folder: Path, *, dtype: torch.dtype | None = None, **options: Any) -> DescribedTarget:
-        """A folder's model; ``dtype``: None for the config's. ``options``: of the class.
-
-        Raises:
-            UnknownDecoder: no description covers it.
-            CheckpointError: its tensors are missing, misshapen or left over.
-        """
-        config = AutoConfig.from_pretrained(folder).get_text_config()
-        spec = spec_of(config.model_type, Settings.of(config))
-        source = opened_source(folder, getattr(config, "quantization_config", None), int8=options.get("int8", False))
-        checkpoint = Checkpoint(spec, FAMILIES[config.model_type].names, source)
-        ends = _ends(folder, config)
-        return cls(checkpoint, dtype=dtype or config.dtype or torch.float32, eos_ids=ends, config=config, **options)
-
-    @classmethod
-    def from_gguf(cls, path: Path, *, dtype: torch.dtype | None = None, **options: Any) -> DescribedTarget:
-        """A GGUF file's model; ``dtype``: None for the file's. ``options``: of the class.
-
-        Raises:
-            UnknownDecoder: no description covers it.
-            CheckpointError: the file is broken, or its tensors are missing, misshapen or left over.
-            ConfigError: there is no package to read it with.
-        """
-        file = GgufFile.read(path)
-        config = file.config().get_text_config()
-        spec, names = spec_of(config.model_type, Settings.of(config)), FAMILIES[config.model_type].names
-        checkpoint = Checkpoint(spec, names, GgufSource(file.table, config), GGUF_NAMES)
-        return cls(checkpoint, dtype=dtype or file.dtype, eos_ids=frozenset(ends_of(path)), config=config, **options)
+    def of(cls, found: DescribedCheckpoint, **options: Any) -> DescribedTarget:
+        """A checkpoint's; ``options``: execution, attention, device and int8 of the class."""
+        target = cls(
+            found.checkpoint,
+            dtype=found.dtype,
+            eos_ids=found.eos_ids,
+            config=found.config,
+            generation_config=found.generation_config,
+            path=found.path,
+            **options,
+        )
+        target._quantised, target._why_dense = found.quantised, found.why_dense
+        check_finite(target)
+        return target
 
     @classmethod
+    @torch_switches.makes
     def from_model(cls, model: PreTrainedModel, **options: Any) -> DescribedTarget:
         """A copy of a live model's weights, which does not follow later changes and needs the model no more.
 
-        ``options``: of the class, but for dtype and device, which are the model's.
+        ``options``: execution and attention of the class.
 
         Raises:
-            UnknownDecoder: no description covers it, or a part of it is not as its class makes it.
-            TargetError: its logits of a few tokens are others than the copy's.
+            TargetError: no spec describes it, a part of it is not as its class makes it, or its logits of a few tokens
+                are others than the copy's.
         """
-        checkpoint, weight = read_live(model), next(model.parameters())
+        remedy = "use the model as it is (TransformersTarget(model)), or load it from its folder"
+        try:
+            checkpoint, weight = read_live(model), next(model.parameters())
+        except (UnknownDecoder, CheckpointError) as unknown:
+            raise TargetError(f"no copy of this {type(model).__name__} can be made: {unknown}; {remedy}") from unknown
         own: dict[str, Any] = {
             "dtype": weight.dtype,
             "device": weight.device,
             "config": model.config,
+            "generation_config": model.generation_config,
             "eos_ids": eos_ids_of(model),
+            "path": str(getattr(model, "name_or_path", "") or ""),
         }
         target = cls(checkpoint, **own, **options)
+        target._copied = True
         tokens = tokens_for(target.vocab_size)
         expected = own_logits(model, target, tokens)
         with target.executor.every_expert():  # as the model's own had
-            off = Reference(model, expected, target, target.specs, tokens).differs()
+            off = differs(expected, target, tokens)
         if off is not None:
             raise TargetError(
-                f"a copy of this {target.name} computes other logits than the model itself: {off}; use the model as it "
-                "is (TransformersTarget(model)), or load it from its folder"
+                f"a copy of this {target.name} computes other logits than the model itself: {off}; {remedy}"
             )
         return target
+
+    def __copy__(self) -> DescribedTarget:
+        """A target of the same weights, whose attributes may be set apart."""
+        return self._sharing()
 
     @property
     def batch_invariant(self) -> bool:
         return self.executor.varies is None
 
+    @property
+    def activations(self) -> str | None:
+        rounds = (isinstance(kernel, BlockWeight) and kernel.int8 for _, kernel in self.executor.kernels())
+        return "int8" if self._int8 and any(rounds) else None
+
+    @property
+    def pages(self) -> bool:
+        return self.executor.pages
+
+    @property
+    def recording(self) -> Recording | None:
+        return self.executor.recording
+
+    @property
+    def packed_head(self) -> PackedWeight | None:
+        return self.executor.packed_head
+
+    @property
+    def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
+        return self.executor.embedding_rows
+
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return self.executor.new_cache(capacity=capacity, rows=rows)
+
+    def cache_room(self) -> int | None:
+        left = device_copies.free_bytes(self.device) if self.pages else None
+        return None if left is None else int(_PAGES_SHARE * left) + sum(pool.free_bytes for pool in self.executor.pools)
 
     def forward(self, step: StepInput) -> StepOutput:
         return self.executor.run(step)
 
+    def warm_up(
+        self,
+        rows: int,
+        *,
+        sequences: int = 1,
+        taps: Collection[int] = (),
+        exit_layer: int | None = None,
+        levels: int = 0,
+    ) -> None:
+        if device_copies.is_apart(self.device):
+            options: dict[str, Any] = {"sequences": sequences, "taps": taps, "exit_layer": exit_layer, "levels": levels}
+            warm_up(self, self.executor.choose_cuts, rows, **options)
+
     def greet(self, sampler: Sampler, **others: Any) -> None:
-        """As :meth:`specdec.target.Target.greet`: one process agrees with itself."""
+        """One process agrees with itself."""
 
     def check_layers(self, asked: str) -> None:
         """Every layer, and each part of it, can be run by itself."""
@@ -205,80 +250,55 @@ class DescribedTarget(NotCopied):
     def head_of(
         self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As :meth:`specdec.target.Target.head_of`, of all tokens for None; with a ``dtype`` gradients may pass."""
         return self.executor.head_of(tokens, dtype=dtype)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Its weights as transformers has them, sorted by its names."""
         return self.executor.named_weights()
 
-    @property
-    def pages(self) -> bool:
-        """Whether caches are in pages."""
-        return self.executor.pages
-
-    @property
-    def recording(self) -> Recording | None:
-        """What drafters on its device have their passes recorded by; None where nothing is recorded."""
-        return self.executor.recording
-
-    def warm_up(
-        self,
-        rows: int,
-        *,
-        sequences: int = 1,
-        taps: Collection[int] = (),
-        exit_layer: int | None = None,
-        levels: int = 0,
-    ) -> None:
-        if device_copies.is_apart(self.device):
-            options: dict[str, Any] = {"sequences": sequences, "taps": taps, "exit_layer": exit_layer, "levels": levels}
-            warm_up(self, self.executor.choose_cuts, rows, **options)
-
-    def cache_room(self) -> int | None:
-        """Bytes that the pages of further texts may have; None where caches are not in pages, and there is no telling.
-
-        It is what is free of the pages that there are, and most of what the device has left. The rest is for what
-        forwards compute, and for the drafters' own caches.
-        """
-        left = device_copies.free_bytes(self.device) if self.pages else None
-        return None if left is None else int(_PAGES_SHARE * left) + sum(pool.free_bytes for pool in self.executor.pools)
-
-    def _describe_cache(self) -> str | None:
-        """The pages of all texts; None where each text's cache is its own."""
-        if not self.pages:
-            return None
-        pools = self.executor.pools
-        used, pages, size = (sum(getattr(pool, name) for pool in pools) for name in ("used", "pages", "nbytes"))
-        return f"in pages of {PAGE} tokens; {used} of {pages} in use, {size / 1e6:.1f} MB"
-
     def describe(self) -> dict[str, dict[str, Any]]:
-        """What runs: section -> name -> value."""
+        """What runs, and why: section -> name -> value."""
+        executor, device = self.executor, self.device.type
         return {
-            "model": {
-                "class": self.name,
-                "layers": self.num_layers,
-                "hidden size": self.hidden_size,
-                "vocabulary": self.vocab_size,
-                "context": self.context_length,
-                "dtype": str(self.dtype).removeprefix("torch."),
-                "device": str(self.device),
-            },
+            "model": describe.model(self, self._parameters, self._described_weights()),
             "execution": {
-                "runner": self.executor.name,
-                "batch-invariant": "yes" if self.batch_invariant else f"no: {self.executor.varies}; {_WHAT_FOLLOWS}",
-                "attention": self.executor.attention(),
-                "CUDA graphs": self.executor.graphs() if self.device.type == "cuda" else None,
-                "cuts of products": self.executor.cuts(),
-                "cache": self._describe_cache(),
+                "runner": executor.name,
+                "because": self.reason,
+                **{f"not {name}": reason for name, reason in self.others.items()},
+                "experts": executor.experts,
+                "attention": executor.attention(),
+                "batch-invariant": "yes" if self.batch_invariant else f"no: {executor.varies}; {describe.WHAT_FOLLOWS}",
+                "CUDA graphs": executor.graphs() if device == "cuda" else None,
+                "cuts of products": executor.cuts(),
+                "cache": describe.cache_text(executor.pools) if self.pages else None,
+                "threads": torch.get_num_threads() if device == "cpu" else None,
             },
+            "machine": describe.machine(self.device),
         }
 
+    def _described_weights(self) -> str | None:
+        """How its weights are held, if not densely from a folder."""
+        if self._copied:
+            return "a copy of a live model's, which does not follow later changes"
+        if self._why_dense is not None:
+            return f"dequantised: {self._why_dense}"
+        return None if self._quantised is None else _in_blocks(self.executor, self._quantised())
 
-def _ends(folder: Path, config: Any) -> frozenset[int]:
-    """The tokens that end a text, by the generation config or, if it has none, the config."""
-    ids = getattr(config, "eos_token_id", None)
-    if (folder / "generation_config.json").exists():
-        known = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids = ids if known is None else known
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+def _in_blocks(executor: TorchExecutor, kind: str) -> str:
+    """How many matrices are in blocks of a kind, or of which formats where a file has several, the most frequent first;
+    their size, and whether rows are rounded.
+    """
+    every = [*executor.kernels()]
+    blocks = [kernel for _, kernel in every if isinstance(kernel, BlockWeight)]
+    counts = Counter(part.format.name for kernel in blocks for part in kernel.parts)
+    size = f"{sum(kernel.nbytes for kernel in blocks) / 1e6:.0f} MB in panels"
+    told = f"{kind} in blocks: {counts.total()} matrices, {size}"
+    if not kind:
+        listed = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
+        told = f"quantised blocks as in the file: {listed}; {size}"
+    if any(kernel.int8 for kernel in blocks):
+        told += "; rows that they are multiplied with in int8"
+        dense = [name for names, kernel in every if not isinstance(kernel, BlockWeight) for name in names]
+        if dense:
+            told += f", but not those of {len(dense)} other matrices, such as {dense[0].removesuffix('.weight')}"
+    return told

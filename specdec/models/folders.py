@@ -34,10 +34,10 @@ def refuse_adapter(place: str | Path) -> None:
         )
 
 
-def refuse_integers(place: str | Path, model: Any) -> None:
+def refuse_integers(place: str | Path, model: Any = None) -> None:
     """Raises CheckpointError where a checkpoint whose config says nothing of quantisation has integers for weights.
 
-    Transformers takes them for numbers, as they are.
+    Transformers takes them for numbers, as they are. ``model``: as it loaded it, if it did.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         return
@@ -46,7 +46,8 @@ def refuse_integers(place: str | Path, model: Any) -> None:
         if not isinstance(cached, str):
             return
         place = Path(cached).parent
-    floats = {name for name, weight in model.named_parameters() if weight.is_floating_point()}
+    parameters = () if model is None else model.named_parameters()
+    floats = {name for name, weight in parameters if weight.is_floating_point()}
     for file in sorted(place.glob("*.safetensors")):
         for name, kind in _types(file):
             if kind in _INTEGERS and (name in floats or name.endswith(".weight")):

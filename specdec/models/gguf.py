@@ -1,6 +1,6 @@
 """GGUF: models in llama.cpp's file format, and the tokenizers that such files describe.
 
-Where native layers run a model, its blocks stay quantised (:mod:`specdec.models.gguf_blocks`). Otherwise they are
+Where native layers run a model, its blocks stay quantised (:mod:`specdec.models.gguf_source`). Otherwise they are
 dequantised, by transformers where a model is spread over devices, and it takes as much memory as one from safetensors:
 two bytes a parameter in bfloat16, four in float32. Rounding to bfloat16 changes a weight far less than its
 quantisation did.
@@ -20,7 +20,6 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.errors import CheckpointError, ConfigError, first_line, pip_line
-from specdec.models.gguf_blocks import why_dequantised
 from specdec.models.gguf_config import config_of
 from specdec.models.gguf_kinds import refuse_head, refuse_kind
 from specdec.models.gguf_table import TensorTable
@@ -82,10 +81,6 @@ class GgufFile:
         config = config_of(self.table)
         check_blocks(self.table, config.num_hidden_layers)
         return config
-
-    def why_dequantised(self, dtype: str | torch.dtype, device: Any) -> str | None:
-        """The reason why its blocks must be dequantised, or None where they can stay quantised."""
-        return why_dequantised(self.table, getattr(torch, dtype) if isinstance(dtype, str) else dtype, device)
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:

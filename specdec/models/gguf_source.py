@@ -8,14 +8,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    Gemma2TensorProcessor,
+    LlamaTensorProcessor,
+    TensorProcessor,
+)
 
 from specdec.decoder.names import Names
+from specdec.models.gguf_rope import factors_read
 from specdec.models.gguf_table import TensorEntry, TensorTable
 from specdec.native.formats import formats
 from specdec.runners.block_weight import BlockTensor
 
-__all__ = ["GGUF_NAMES", "GgufSource"]
+__all__ = ["GGUF_NAMES", "PROCESSORS", "GgufSource"]
+
+PROCESSORS = {
+    **TENSOR_PROCESSORS,
+    "gemma": Gemma2TensorProcessor,
+    **dict.fromkeys(("granite", "smollm3"), LlamaTensorProcessor),
+}
+"""Architecture -> what undoes llama.cpp's changes to its tensors."""
 
 GGUF_NAMES = Names(
     {
@@ -45,18 +58,24 @@ GGUF_NAMES = Names(
 class GgufSource:
     """As of :class:`specdec.decoder.weights.source.Source`.
 
+    Numbers by which rotary frequencies are divided are in the config, and are none of its tensors.
+
     Args:
         table: of a file.
         config: of transformers, made of the file's settings.
     """
 
+    biases_lack = True  # as in llama.cpp
+
     def __init__(self, table: TensorTable, config: Any) -> None:
         self.where, self._table = table.where, table
+        factors = factors_read(str(table.metadata["general.architecture"]))
         sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-        processor: Any = TENSOR_PROCESSORS.get(str(table.metadata["general.architecture"]), TensorProcessor)
+        processor: Any = PROCESSORS.get(str(table.metadata["general.architecture"]), TensorProcessor)
         self._process = processor(config=sizes).process
-        self._entries = {entry.name: entry for entry in table.entries if len(entry.shape) < 3}
-        self._experts = {own.name: own for entry in table.entries if len(entry.shape) == 3 for own in _each(entry)}
+        own = [entry for entry in table.entries if entry.name not in factors]
+        self._entries = {entry.name: entry for entry in own if len(entry.shape) < 3}
+        self._experts = {one.name: one for entry in own if len(entry.shape) == 3 for one in _each(entry)}
         every = {**self._entries, **self._experts}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(entry.shape) for name, entry in every.items()}
         self.strange: Mapping[str, str] = {}

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import TargetError
-from specdec.runners.linear import PackedLinear, PackedModule, TiedEmbedding
 from specdec.runners.rotary import rope_depends_on_length, rope_kinds
 from specdec.settings.validation import fitting
 
@@ -18,6 +17,7 @@ __all__ = [
     "context_length_of",
     "decoder_parts",
     "device_of",
+    "end_ids",
     "eos_ids_of",
     "last_norm",
     "refuse_unfit",
@@ -94,20 +94,24 @@ def context_length_of(config: Any) -> int:
 
 
 def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text, by the generation config or, if it has none, the config."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
+    """The tokens that end a model's text."""
+    return end_ids(model.generation_config, model.config.get_text_config(), type(model).__name__)
+
+
+def end_ids(generation_config: Any, config: Any, name: str) -> frozenset[int]:
+    """The tokens that end a text, by the generation config or, if it has none, the config; ``name``: whose."""
+    ids = getattr(generation_config, "eos_token_id", None)
     if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)  # several families' have none
-    known: Any = () if ids is None else fitting(f"eos_token_id of {type(model).__name__}", ids, _TOKENS)
+        ids = getattr(config, "eos_token_id", None)  # several families' have none
+    known: Any = () if ids is None else fitting(f"eos_token_id of {name}", ids, _TOKENS)
     return frozenset([known] if isinstance(known, int) else known)
 
 
-def unused_generation_options(model: PreTrainedModel, *, sampling: bool) -> list[str]:
-    """Options of a model's generation config that would change tokens, other than end tokens; an engine ignores them.
+def unused_generation_options(config: Any, *, sampling: bool) -> list[str]:
+    """Options of a generation config that would change tokens, other than end tokens; an engine ignores them.
 
     ``sampling``: whether the caller gave sampling parameters, which replace the config's.
     """
-    config: Any = model.generation_config
     asked = _GENERATION if sampling else {**_PENALTY, **_GENERATION}
     if config.do_sample and not sampling:  # else these say nothing
         asked = {**_SAMPLING, **asked}
@@ -121,8 +125,6 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     Raises:
         TargetError: it has none.
     """
-    if isinstance(module, PackedLinear | TiedEmbedding):
-        return module.store.outline
     weight = next(chain(module.parameters(), module.buffers()), None)
     if weight is None:
         raise TargetError(
@@ -133,11 +135,8 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 
 def weights_in(root: nn.Module) -> int:
-    """How many numbers a module's weights are, in blocks or not; one that is shared counts once."""
-    packed = (module for module in root.modules() if isinstance(module, PackedModule))
-    stores = {id(store): store for module in packed for store in module.stores}
-    sizes = (store.outputs * (store.inputs + (store.bias is not None)) for store in stores.values())
-    return sum(sizes) + sum(weight.numel() for weight in root.parameters())
+    """How many numbers a module's weights are; one that is shared counts once."""
+    return sum(weight.numel() for weight in root.parameters())
 
 
 def device_of(module: nn.Module) -> torch.device:

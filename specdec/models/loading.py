@@ -17,20 +17,29 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.utils.quantization_config import GgufConfig
 
+from specdec.decoder.families import FAMILIES
+from specdec.decoder.weights.quantised import METHODS, method_of
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
 from specdec.models.catalog import named_models
 from specdec.models.folders import NAMES, refuse_adapter, refuse_integers, remedy_for
 from specdec.models.gguf import GgufFile, is_gguf
-from specdec.models.gguf_blocks import check_tensors, dequantised_model, described, model_in_blocks
 from specdec.models.gguf_config import is_mixtral
+from specdec.models.gguf_dense import check_tensors, dequantised_model
 from specdec.models.git_lfs import refuse_pointers
 from specdec.models.inspection import refuse_unfit
-from specdec.models.quantised_checkpoint import quantised_model
 from specdec.settings.files import read_object
 from specdec.settings.validation import fitting
 from specdec.step import torch_switches
 
-__all__ = ["check_place", "embedded_model", "load_model", "load_weights", "model_source"]
+__all__ = [
+    "check_folder",
+    "check_place",
+    "check_sizes",
+    "embedded_model",
+    "load_weights",
+    "model_source",
+    "mtp_layers",
+]
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")  # that accelerate makes of a machine's devices
 _SIZE = Annotated[int, Ge(1), Lt(1 << 31), "an integer from 1 to 2147483647"]
@@ -101,11 +110,6 @@ def check_place(device: Any, device_map: Any) -> None:
             ) from error
 
 
-def load_model(path: str | Path, **options: Any) -> PreTrainedModel:
-    """The model alone that :func:`load_weights` loads."""
-    return load_weights(path, **options)[0]
-
-
 @torch_switches.reads_weights
 def load_weights(
     path: str | Path,
@@ -115,15 +119,13 @@ def load_weights(
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
     split: bool = False,
-    in_blocks: bool = False,
     activations: str = "default",
 ) -> tuple[PreTrainedModel, str | None]:
-    """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's; and of the
-    latter, and of GPTQ and AWQ checkpoints, how its weights are held.
+    """A checkpoint's model as transformers loads it: a named one's, a folder's, a hub id's (safetensors only), or a
+    GGUF file's; and of the latter, how its weights are held.
 
-    ``split``: over the processes of torch.distributed, each weight by the model's own plan. ``in_blocks``: quantised
-    weights stay so, where native layers run them; otherwise they are dequantised.
-    ``activations``: ``int8`` rounds the rows that such blocks are multiplied with.
+    ``split``: over the processes of torch.distributed, each weight by the model's own plan. ``activations``: ``int8``
+    rounds the rows that quantised blocks are multiplied with, of which there are none here.
 
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
@@ -136,19 +138,16 @@ def load_weights(
     if gguf is not None:
         dtype = gguf.dtype if dtype == "auto" else dtype
     elif isinstance(place, Path):
-        _check_folder(place)
-    int8 = activations == "int8"
+        check_folder(place)
+    int8, spread = activations == "int8", device_map is not None or split
     if gguf is not None:
-        why: str | None = "another way to run its layers was asked for"
-        spread = device_map is not None or split
-        if in_blocks and not spread:
-            why = gguf.why_dequantised(dtype, device)
-        if why is not None and int8:
+        family = str(gguf.metadata["general.architecture"])
+        why = "it is spread" if spread else f"native layers do not run the architecture {family!r}"
+        if int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
         if not spread:
-            filled, how = _filled(gguf, dtype, str(path), int8=int8, why=why)
-            return (filled if device is None else filled.to(device)), how  # type: ignore[arg-type]
-        family = str(gguf.metadata["general.architecture"])
+            filled = _filled(gguf, dtype, str(path))
+            return (filled if device is None else filled.to(device)), f"dequantised: {why}"  # type: ignore[arg-type]
         if is_mixtral(gguf.metadata) or family not in GGUF_SUPPORTED_ARCHITECTURES:
             kind = "a Llama with experts" if family == "llama" else f"of the architecture {family!r}"
             raise ConfigError(
@@ -166,19 +165,16 @@ def load_weights(
                 refuse_adapter(place)
             config = AutoConfig.from_pretrained(place, **reading) if gguf is None else gguf.config()
             refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
-            _check_sizes(config.to_dict(), str(path))
+            check_sizes(config.to_dict(), str(path))
             if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
                 config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
             if gguf is None:
-                spread = device_map is not None or split
-                quantised = quantised_model(place, config, dtype, device, in_blocks=in_blocks, spread=spread, int8=int8)
-                if quantised is not None:
-                    return quantised
+                _check_quantised(place, config, spread=spread)
                 if int8:
                     raise ConfigError(
                         "activations='int8' rounds rows that quantised blocks are multiplied with, and "
-                        f"{shown(str(path), 400)} is no GGUF file, nor quantised by GPTQ, AWQ or bitsandbytes; leave "
-                        "it out, or make a GGUF file with `specdec quantize`"
+                        f"{shown(str(path), 400)} is not loaded as such here; leave it out, or make a GGUF file with "
+                        "`specdec quantize`"
                     )
             else:
                 check_tensors(gguf.table, config)
@@ -219,7 +215,7 @@ def load_weights(
         refuse_integers(place, model)
     if device is not None and device_map is None:
         model.to(device)  # type: ignore[arg-type]  # in place
-    return model, None if gguf is None else f"dequantised: {why}"
+    return model, None if gguf is None else "dequantised: another way to run its layers was asked for"
 
 
 def _auto_class(config: Any) -> Any:
@@ -238,23 +234,42 @@ def _is_of_mtp(name: str, config: Any) -> bool:
     if re.match(r"(?:model\.)?mtp(?:_layers)?\.", name):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) in mtp_layers(config)
+
+
+def mtp_layers(config: Any) -> range:
+    """The numbers of a checkpoint's multi-token-prediction layers, where they are numbered behind the model's own."""
     layers = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None)
-    return layer is not None and type(layers) is int and 0 <= int(layer[1]) - config.num_hidden_layers < layers
+    own = config.num_hidden_layers
+    return range(own, own + (layers if type(layers) is int else 0))
 
 
-def _filled(
-    gguf: GgufFile, dtype: str | torch.dtype, path: str, *, int8: bool = False, why: str | None = None
-) -> tuple[PreTrainedModel, str]:
-    """A GGUF file's model whose quantised blocks stay what they are, or with a ``why`` are dequantised; and which."""
+def _check_quantised(place: str | Path, config: Any, *, spread: bool) -> None:
+    """Raises CheckpointError where weights are quantised by a method whose packages, which transformers needs, are not
+    installed.
+    """
+    method = method_of(getattr(config, "quantization_config", None))
+    if method is None or METHODS[method].transformers_loads():
+        return
+    why = f"its architecture {config.model_type!r} is none of {', '.join(FAMILIES)}"
+    if spread:
+        why = "device_map and ranks spread weights that are not quantised"
+    packages = METHODS[method].packages
+    named = f"package{'s' if len(packages) > 1 else ''} {' and '.join(packages)}"
+    raise CheckpointError(
+        f"{str(place)!r} is quantised by {method}, and {why}: install the {named}, with which transformers loads "
+        "it, or give a checkpoint that is not quantised"
+    )
+
+
+def _filled(gguf: GgufFile, dtype: str | torch.dtype, path: str) -> PreTrainedModel:
+    """A GGUF file's model, whose quantised blocks are dequantised."""
     try:
         config = gguf.config()
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
-        _check_sizes(config.to_dict(), path)
-        if why is None:
-            model = model_in_blocks(gguf.table, config, _dtype_of(dtype), int8=int8)
-        else:
-            config._experts_implementation = "eager"  # which takes every dtype
-            model = dequantised_model(gguf.table, config, _dtype_of(dtype))
+        check_sizes(config.to_dict(), path)
+        config._experts_implementation = "eager"  # which takes every dtype
+        model = dequantised_model(gguf.table, config, _dtype_of(dtype))
     except SpecdecError:
         raise
     except Exception as error:  # files of others, read by code of others: they raise anything
@@ -262,21 +277,21 @@ def _filled(
             f"cannot load a causal language model from {path!r}: {told(error)}; get the GGUF file again"
         ) from error
     gguf.settle(model)
-    return model, described(model) if why is None else f"dequantised: {why}"
+    return model
 
 
 def _dtype_of(dtype: str | torch.dtype) -> Any:
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raises CheckpointError for files that were not fetched, and JSON that no library should be asked to believe."""
     refuse_pointers(folder)
     held = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
     for path in filter(Path.exists, (folder / "config.json", folder / "generation_config.json")):
         values = read_object(path)
         if path.name == "config.json":
-            _check_sizes(values, str(path), held or None)
+            check_sizes(values, str(path), held or None)
     for index in folder.glob("*.index.json"):  # a hub's client sees to its own
         shards = read_object(index).get("weight_map")
         if not isinstance(shards, dict):
@@ -288,14 +303,14 @@ def _check_folder(folder: Path) -> None:
                 )
 
 
-def _check_sizes(config: Mapping[str, Any], where: str, held: int | None = None) -> None:
+def check_sizes(config: Mapping[str, Any], where: str, held: int | None = None) -> None:
     """Raises CheckpointError for sizes that no model has, or that ``held`` bytes of weights cannot have.
 
     Transformers would build the modules first, and fill weights that do not fit with random numbers.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        _check_sizes(text, where, held)
+        check_sizes(text, where, held)
     sizes = dict.fromkeys(_SIZES, 1)
     for name in _SIZES:
         value = config.get(name)

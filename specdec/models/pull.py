@@ -202,7 +202,7 @@ def _convert(gguf: Path, folder: Path, model: NamedModel) -> None:
     """
     from transformers.utils import logging
 
-    from specdec.models.loading import load_model
+    from specdec.models.live_model import load_model
     from specdec.models.tokenizer import load_tokenizer
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

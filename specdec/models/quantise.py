@@ -18,13 +18,13 @@ import numpy as np
 
 from specdec.errors import CheckpointError, ConfigError, SpecdecWarning, first_line
 from specdec.models.gguf import GgufFile, require_gguf
-from specdec.models.gguf_blocks import check_tensors
+from specdec.models.gguf_dense import check_tensors
 from specdec.models.gguf_ends import FILL_ENDS, TokenRoles
 from specdec.models.gguf_splits import rules, splitter
 from specdec.models.gguf_tokenizer import ends_of, read_tokenizer
 from specdec.models.gguf_writer import add_settings, add_weights
 from specdec.models.inspection import eos_ids_of
-from specdec.models.loading import load_model
+from specdec.models.live_model import load_model
 from specdec.models.tokenizer import load_tokenizer
 from specdec.runners.rotary import rope_kinds
 from specdec.settings.files import refuse_existing, replacing

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from specdec.errors import ConfigError
-from specdec.models.loading import load_model
+from specdec.models.live_model import load_live
+from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.ranks import join, local_device
 from specdec.parallel.rows import ShardedTarget
-from specdec.parallel.target import ParallelTarget
 from specdec.parallel.tensor import TensorTarget
+from specdec.target import Target
 
 __all__ = ["load_parallel"]
 
@@ -22,31 +23,26 @@ def load_parallel(
     path: str | Path,
     *,
     max_rows: int,
-    dtype: str | torch.dtype,
     device: str | torch.device | None,
     device_map: str | dict[str, Any] | None,
-    trust_remote_code: bool,
-    activations: str = "default",
     **options: Any,
-) -> ParallelTarget:
+) -> Target:
     """As ``TransformersTarget.from_pretrained``, called by every process; ``kind`` is ``rows`` or ``tensor``.
 
     Raises:
-        ConfigError: this process was started alone, or the model is to be spread in two ways at once; or rows are to be
-            rounded, which native layers of one process do.
+        ConfigError: this process was started alone, or the model is to be spread in two ways at once; or weights that
+            are split over processes are to be run by a named executor, or with rounded rows.
     """
     if device_map is not None:
         raise ConfigError(f"device_map is {device_map!r} and parallel {kind!r}; give only one of them")
     join(device)
-    split = kind == "tensor"
-    model = load_model(
-        path,
-        dtype=dtype,
-        device=None if split else local_device(device),
-        device_map=None,
-        trust_remote_code=trust_remote_code,
-        split=split,
-        activations=activations,
-    )
-    options["owned"] = True
-    return TensorTarget(model, **options) if split else ShardedTarget(model, max_rows=max_rows, **options)
+    if kind == "rows":
+        own = TransformersTarget.from_pretrained(path, device=local_device(device), **options)
+        return cast(Target, ShardedTarget(own, max_rows=max_rows))
+    execution, attention = options.pop("execution", "auto"), options.pop("attention", "auto")
+    if execution not in ("auto", "modules") or attention != "auto":
+        asked = f"execution={execution!r}" if attention == "auto" else f"attention={attention!r}"
+        raise ConfigError(f"parallel='tensor' splits the weights of a model's own modules; leave {asked} at auto")
+    options.pop("progress", None)
+    model, _ = load_live(path, device=None, device_map=None, split=True, **options)
+    return cast(Target, TensorTarget(TransformersTarget(model)))

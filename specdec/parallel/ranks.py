@@ -159,10 +159,6 @@ class Ranks:
         """Seconds by rank 0's clock, so that all ranks decide alike by them."""
         return float(self.lead(torch.tensor([perf_counter()], dtype=torch.float64, device=self._device)))
 
-    def wait(self) -> None:
-        """Wait until all ranks have called this."""
-        self.gather(torch.zeros(1, dtype=torch.int32), patient=True)
-
     def agree(self, **values: int) -> None:
         """Check that all ranks have the same 32-bit values; one collective.
 

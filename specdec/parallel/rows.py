@@ -36,7 +36,7 @@ from specdec.step.cache import KVCache
 from specdec.step.step_io import WHOLE, StepInput, Wanted
 from specdec.step.step_output import StepOutput, Top
 from specdec.step.tree import Draft
-from specdec.target import FINAL
+from specdec.target import FINAL, Target
 
 __all__ = ["ShardedTarget"]
 
@@ -50,21 +50,22 @@ class ShardedTarget(ParallelTarget):
     A drafter's hidden states (``taps``) are given for the last accepted row, and are NaN elsewhere.
 
     Args:
-        model: as for TransformersTarget, as are ``options``.
+        target: this process's.
         max_rows: most rows of a draft.
+        options: as of ParallelTarget.
     """
 
     kind, splits = "rows", True
 
-    def __init__(self, model: Any, *, max_rows: int = 128, **options: Any) -> None:
-        super().__init__(model, **options)
+    def __init__(self, target: Target, *, max_rows: int = 128, **options: Any) -> None:
+        super().__init__(target, **options)
         self.max_rows = max_rows
         self._steps, self._differed = 0, [0] * self.ranks.size
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         if not self.together:
-            return super().new_cache(capacity=capacity, rows=rows)
-        own = super().new_cache(capacity=capacity, rows=2 * rows)  # a share, and as many pending rows
+            return self._target.new_cache(capacity=capacity, rows=rows)
+        own = self._target.new_cache(capacity=capacity, rows=2 * rows)  # a share, and as many pending rows
         return SharedCache(own, self.ranks.rank, self.ranks.size, capacity=capacity, rows=rows)
 
     def greet(self, sampler: Sampler, **others: Any) -> None:
@@ -75,7 +76,7 @@ class ShardedTarget(ParallelTarget):
     def forward(self, step: StepInput) -> StepOutput:
         cache, wanted = step.texts[0], step.wanted
         if len(step.texts) > 1 or not isinstance(cache, SharedCache):
-            return super().forward(step)
+            return self._target.forward(step)
         early = step.entering is not None or step.plan != WHOLE
         if early or {*wanted.hidden} - {FINAL}:
             raise ConfigError(
@@ -84,7 +85,7 @@ class ShardedTarget(ParallelTarget):
             )
         tokens: list[int] = step.ids.tolist()
         if wanted.nothing:  # of the prompt; every rank needs its keys
-            return super().forward(StepInput.of(cache.own, tokens, wanted=wanted))
+            return self._target.forward(StepInput.of(cache.own, tokens, wanted=wanted))
         parents: list[int] = step.parents.tolist()
         shares = cache.share(tokens, parents)
         share, pending = shares[self.ranks.rank], cache.pending
@@ -93,7 +94,7 @@ class ShardedTarget(ParallelTarget):
         own = Draft([*pending, *(tokens[row] for row in share)], above)
         scored = wanted.scored or [*range(len(tokens))]
         held = np.array([place[row] for row in scored if row in place], dtype=np.int64)
-        output = super().forward(
+        output = self._target.forward(
             StepInput.of(cache.own, own.tokens, own.tree, wanted=Wanted(held, wanted.top_k, wanted.hidden))
         )
         output.hidden = {layer: found[len(pending) :] for layer, found in output.hidden.items()}

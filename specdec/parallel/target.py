@@ -6,61 +6,59 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
-from transformers import PreTrainedModel
-
 from specdec.costs.curve import CostCurve
 from specdec.costs.measuring import describe, kept_curve, new_curve, stored_at
-from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.ranks import Ranks, checksum, content
 from specdec.sampling.sampler import Sampler
-from specdec.step import torch_switches
+from specdec.target import Target
 
 __all__ = ["ParallelTarget"]
 
 
-class ParallelTarget(TransformersTarget):
+class ParallelTarget:
     """A target that several processes run together; every process makes it and makes the same calls.
 
+    What is said here is of all of them; the rest is the process's own target's.
+
     Args:
-        model: as for TransformersTarget, like ``options``.
+        target: this process's.
         ranks: the processes; None takes torch.distributed's.
 
     Attributes:
         kind: as in ``parallel=``.
         ranks: the processes.
         splits: whether a step's rows are split over them.
+        together: False while it is measured, when nothing is split or compared.
     """
 
     shared = True
     kind: ClassVar[str]
     splits: ClassVar[bool]
 
-    @torch_switches.makes
-    def __init__(self, model: PreTrainedModel, *, ranks: Ranks | None = None, **options: Any) -> None:
-        self.together = False  # while it is checked and measured, nothing is split or compared
+    def __init__(self, target: Target, *, ranks: Ranks | None = None) -> None:
+        self._target, self.together = target, True
         self.ranks = ranks or Ranks()
-        first = self.ranks.rank == 0
-        if self.splits and not first:  # what rank 0 times and keeps, the others read
-            self.ranks.wait()
-        super().__init__(model, **options)
-        if self.splits and first:
-            self.ranks.wait()
-        self.options["parallel"] = f"{self.kind} over {self.ranks.size}"
-        self.together = True
+        self.options = {**target.options, "parallel": f"{self.kind} over {self.ranks.size}"}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_target" or name.startswith("__"):  # of a copy, which has nothing yet
+            raise AttributeError(name)
+        return getattr(self._target, name)
 
     def agreed_curve(self, progress: Callable[[float], None] | None = None) -> CostCurve:
         """The cost curve of all ranks: rank 0's kept one, else measured by all ranks together by rank 0's clock.
 
         Where rows are split over ranks, the curve is stretched accordingly.
         """
-        ranks, machine = self.ranks, describe(self)
+        own: Any = self
+        ranks, machine = self.ranks, describe(own)
         kept = kept_curve(machine) if ranks.rank == 0 else None
         known = ranks.broadcast(None if kept is None else asdict(kept))
         if known is None:
             self.together = False
             try:
                 place = stored_at(machine) if ranks.rank == 0 else None
-                known = asdict(new_curve(self, place, progress, clock=ranks.clock))
+                known = asdict(new_curve(own, place, progress, clock=ranks.clock))
             finally:
                 self.together = True
         curve = CostCurve(**known)
@@ -77,7 +75,8 @@ class ParallelTarget(TransformersTarget):
         Raises:
             ParallelError: they do not.
         """
-        model = [item for item in describe(self).items() if item[0] not in ("device", "library")]  # may be their own
+        own: Any = self
+        model = [item for item in describe(own).items() if item[0] not in ("device", "library")]  # may be their own
         values = {
             "the_model": model,
             "the_prompt": sampler.tokens,
@@ -87,6 +86,6 @@ class ParallelTarget(TransformersTarget):
         self.ranks.agree(**{name: checksum(content(value)) for name, value in values.items()})
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        found = super().describe()
+        found = self._target.describe()
         found["execution"]["parallel"] = self.options["parallel"]
         return found

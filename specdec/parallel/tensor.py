@@ -28,7 +28,7 @@ class TensorTarget(ParallelTarget):
 
     def forward(self, step: StepInput) -> StepOutput:
         if not self.together:
-            return super().forward(step)
+            return self._target.forward(step)
         length, first, exit_layer = step.lengths[0], step.tree[-1] - step.rows, step.plan.last
         enters: Any = (-1,) if step.entering is None else step.entering.layer
         own = checksum(  # of one text: the engine refuses batches
@@ -40,7 +40,7 @@ class TensorTarget(ParallelTarget):
         begins = length + first == 0  # a text; before it, ranks may have been busy otherwise
         found = self.ranks.gather(torch.tensor([own], dtype=torch.int32), patient=begins)
         self.ranks.check_equal("the rows", found[:, 0].tolist())
-        output = super().forward(step)
+        output = self._target.forward(step)
         read = [*output.hidden.values(), *([] if output.logits is None else [output.logits])]
         if exit_layer is not None:
             read.append(output.out)
@@ -52,5 +52,5 @@ class TensorTarget(ParallelTarget):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole parameters, each brought together in turn; all ranks have to go through them."""
-        for name, weight in super().named_weights():
+        for name, weight in self._target.named_weights():
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight

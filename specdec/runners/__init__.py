@@ -1,10 +1,7 @@
-"""Layer runners: the ways to run a model's layers, and the choice of one per model.
+"""What runs a model, below its description: :mod:`whole_model` calls a live model's own forward (``modules``).
 
-:mod:`runner` is the interface. :mod:`whole_model` calls the model's own forward (``modules``). :mod:`known_layers`
-recognises layers like Llama's and Gemma's. :mod:`layers` runs them one by one in fewer operations (``fused``),
-:mod:`cuda` on a GPU in a few launches per layer (``fused`` there), :mod:`native` runs all layers in one call of C, and
-:mod:`choice` chooses. Every runner's logits are compared with the model's before it is used
-(:mod:`specdec.models.self_check`).
+Executors (:mod:`specdec.execute`) share the rest: rows and their masks, attention, products, native layers, CUDA graphs
+and Triton's kernels. :mod:`known_layers` and :mod:`layers` run single layers of transformers' classes, as heads have.
 """
 
 __all__ = ["ACTIVATIONS", "EXECUTIONS"]

@@ -1,34 +1,30 @@
-"""Running layers one by one: known layers as a few operations (``fused``), others by their own modules.
-
-Known layers take a third of the operations, on any device: one product for queries, keys and values and one for gate
-and up, lean norms, rotary on queries and keys at once, residuals added by the product itself. A layer's own module is
-called with the rows in place of a transformers cache. Models are read so, too: what they cache, and how they round.
+"""Running single layers of transformers' classes, as heads have some: a known one as a few operations, any other by its
+own module, which is called with the rows in place of a transformers cache. What it caches is read so, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AttentionInterface
 
 from specdec.errors import TargetError
-from specdec.runners.attention import ATTENTION, update_and_attend
-from specdec.runners.experts import choose_all, has_experts
-from specdec.runners.known_layers import KnownLayer, is_known_norm, stacked
-from specdec.runners.linear import DenseLinear, LinearKernel
-from specdec.runners.memory_pages import FilePages
+from specdec.runners.attention import ATTENTION, layer_attention, update_and_attend
+from specdec.runners.known_layers import KnownLayer
+from specdec.runners.linear import LinearKernel
 from specdec.runners.replicas import Evaluated
-from specdec.runners.rotary import Angles, Rotary, rotate
+from specdec.runners.rotary import Angles, rotate
 from specdec.runners.rows import Rows
-from specdec.runners.runner import Layer, LayerRunner
-from specdec.runners.snapshot import Snapshot
+from specdec.step.slots import LayerSpec
 
-__all__ = ["FusedLayer", "FusedNorm", "LayerByLayer", "ModuleLayer", "stack_linears"]
+__all__ = ["FusedLayer", "FusedNorm", "ModuleLayer", "ProbeLayer"]
+
+_PROBE = "specdec_probe"  # the name of ``_note_layer`` among transformers' attention functions
 
 
 class ModuleLayer:
@@ -41,18 +37,11 @@ class ModuleLayer:
     """
 
     _attention: ClassVar[str] = ATTENTION
-    _dtype: torch.dtype | None = None
 
     def __init__(self, layer: Any, kind: str | None, cache_argument: str, **arguments: Any) -> None:
         self._name, self._kind, self._cache_argument = type(layer).__name__, kind, cache_argument
         self._arguments = {"attention_mask": None, "use_cache": True, **arguments}
-        self._layer = Evaluated(layer, attention=self._attention, dtype=self._dtype)
-        self.look = self._layer.look
-        self._mixes = has_experts(layer)
-
-    def every_expert(self, every: bool) -> None:
-        """Whether each row has all experts, where the layer has a known router."""
-        self._layer.prepare = choose_all if every and self._mixes else None
+        self._layer = Evaluated(layer, attention=self._attention)
 
     def __call__(self, hidden: torch.Tensor, rows: Rows, angles: Angles) -> torch.Tensor:
         cos, sin = angles.of_kind(self._kind)
@@ -98,16 +87,14 @@ class FusedNorm:
 class FusedLayer:
     """A known layer in a third of the operations.
 
-    With ``files`` the model is ours: its linears become views of the stacked weights, so that none is held twice.
-    Otherwise they are left alone, and stacked weights are copies. ``kernels``: its four products, made elsewhere.
+    One product for queries, keys and values and one for gate and up, lean norms, rotary on queries and keys at once,
+    residuals added by the product itself. ``kernels``: its four products.
     """
 
-    def __init__(
-        self, layer: KnownLayer, files: FilePages | None, kernels: Sequence[LinearKernel] | None = None
-    ) -> None:
+    def __init__(self, layer: KnownLayer, kernels: Sequence[LinearKernel]) -> None:
         self._number, self._scale, self._head_dim = layer.number, layer.scale, layer.head_dim
         self._query_heads, self._turned = layer.query_heads, layer.query_heads + layer.key_heads
-        self._kernels: Sequence[LinearKernel] = stack_linears(layer, files) if kernels is None else kernels
+        self._kernels = kernels
         self._first_norm, self._second_norm = map(FusedNorm, layer.norms)
         self._head_norm = layer.head_norm()
 
@@ -128,87 +115,40 @@ class FusedLayer:
         return down.add(F.silu(gate).mul_(up), residual)
 
 
-def stack_linears(layer: KnownLayer, files: FilePages | None) -> list[DenseLinear]:
-    """A layer's four products: for queries, keys and values; after attention; for gate and up; and down.
+class ProbeLayer(ModuleLayer):
+    """A layer's own module without a cache, for an attention function that only looks."""
 
-    With ``files`` the model is ours: its linears become views of the stacked weights, so that none is held twice.
+    _attention = _PROBE
+
+    def _call(self, hidden: torch.Tensor, given: dict[str, Any]) -> Any:
+        arguments = {name: value for name, value in given.items() if not isinstance(value, Rows)}
+        return self._layer(hidden, **arguments)
+
+
+def _note_layer(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    note: Callable[[LayerSpec], None] | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function that only notes what its layer will cache, [1, heads, 1, dim], and its window.
+
+    Raises:
+        TargetError: the layer keeps its arguments to itself, and ``note`` with them.
     """
-    products = [DenseLinear(*stacked(group)) for group in layer.linears]
-    if files is not None:
-        for group, product in zip(layer.linears, products, strict=True):
-            if len(group) > 1:
-                files.release(_share([place.module for place in group], product))
-    return products
+    if note is None:
+        raise TargetError(
+            f"{type(module).__name__} is not handed the arguments that its decoder layer was given, so specdec's rows "
+            "do not reach the attention; such models are not supported"
+        )
+    note(LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, key.device, key.dtype))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def _share(linears: Sequence[Any], kernel: DenseLinear) -> list[torch.Tensor]:
-    """Make linears read the weight that they were stacked to; returns their former weights."""
-    start, former = 0, [linear.weight.data for linear in linears]
-    for linear in linears:
-        stop = start + linear.out_features
-        linear.weight.data = kernel.weight[start:stop]
-        if kernel.bias is not None:
-            linear.bias.data = kernel.bias[start:stop]
-        start = stop
-    return former
-
-
-class LayerByLayer(LayerRunner):
-    """A loop over layers.
-
-    Args:
-        name: ``fused``, or what the layers are run for.
-        layers: called one after the other.
-        holders, modules: of the model, see :class:`Snapshot`; no modules where its own run everything.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        layers: Sequence[Layer],
-        *,
-        embedding: nn.Module,
-        norm: nn.Module,
-        head: nn.Module,
-        rotary: Rotary,
-        holders: Sequence[nn.Module],
-        modules: Sequence[nn.Module] = (),
-    ) -> None:
-        self.name, self._layers, self._rotary = name, tuple(layers), rotary
-        self.borrows = any(isinstance(layer, ModuleLayer) for layer in layers)
-        fused = name == "fused" and is_known_norm(norm)
-        self.embed, self.head = Evaluated(embedding), Evaluated(head)
-        self.norm = FusedNorm(norm) if fused else Evaluated(norm)
-        read = [*modules, norm] if fused else modules
-        self._snapshot = Snapshot(read, holders=holders, root=next(iter(holders), None), everywhere=fused)
-
-    def run(
-        self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, taps: Collection[int]
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        assert hidden is not None
-        angles, found = self._rotary.of(rows, hidden), {}
-        for number in range(first, last):
-            if number in taps:
-                found[number] = hidden
-            hidden = self._layers[number](hidden, rows, angles)
-        return hidden, found
-
-    @contextmanager
-    def every_expert(self) -> Iterator[None]:
-        layers = [layer for layer in self._layers if isinstance(layer, ModuleLayer)]
-        for layer in layers:
-            layer.every_expert(True)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.every_expert(False)
-
-    def look(self) -> None:
-        super().look()
-        for layer in self._layers:
-            if isinstance(layer, ModuleLayer):
-                layer.look()
-
-    def changed(self) -> str | None:
-        return self._snapshot.changed()
+for _name, _function in ((ATTENTION, layer_attention), (_PROBE, _note_layer)):
+    AttentionInterface.register(_name, _function)

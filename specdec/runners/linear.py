@@ -1,44 +1,28 @@
-"""Linear kernels: a weight in the layout that its kernel reads, and the modules that replace its linears in a model.
+"""Linear kernels: a weight in the layout that its kernel reads.
 
 :class:`DenseLinear` keeps a weight as transformers stores it. :class:`PackedWeight` keeps it in the panels that
-``specdec/native/layers.c`` streams. In a model that specdec itself loaded, :class:`PackedLinear` and
-:class:`TiedEmbedding` replace its linears and an embedding that shares the head's weight. So no weight is held twice,
-and the model still computes, saves and copies as before.
+``specdec/native/layers.c`` streams.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from specdec.errors import shown
 from specdec.native.library import library
 from specdec.native.types import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct, Kind, place_of
-from specdec.runners.boundary_ops import Joints
 from specdec.runners.memory_pages import HugePages
 from specdec.step.torch_switches import HOST
 
-__all__ = [
-    "DenseLinear",
-    "HeadOf",
-    "LinearKernel",
-    "ModuleRef",
-    "PackedLinear",
-    "PackedModule",
-    "PackedWeight",
-    "TiedEmbedding",
-    "Tokens",
-    "linear_kernel",
-]
+__all__ = ["DenseLinear", "HeadOf", "LinearKernel", "PackedWeight", "Tokens", "linear_kernel"]
 
 Tokens = Sequence[int] | npt.NDArray[np.int64]
 
@@ -167,15 +151,6 @@ class PackedWeight:
         )
         return total
 
-    def linear(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
-        """[..., out] hidden states times the weight's ``rows``, by torch's kernels, plus their bias."""
-        return F.linear(hidden, self.unpack()[rows], None if self.bias is None else self.bias[rows])
-
-    @property
-    def outline(self) -> torch.Tensor:
-        """[out, in] a tensor with the weight's dtype and device, and without values."""
-        return torch.empty(1, dtype=self.dtype, device=HOST).expand(self.outputs, self.inputs)
-
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
@@ -194,163 +169,27 @@ class PackedWeight:
             raise IndexError(f"no row for one of {shown(list(tokens))}; the weight has {self.outputs}")
         return rows
 
-    def install(self, places: Sequence[ModuleRef]) -> None:
-        """Replace the linears that were packed, stacked in this order, with modules that read these panels."""
-        start = 0
-        for place in places:
-            stop = start + place.module.out_features
-            place.put(PackedLinear(self, start, stop))
-            start = stop
-
 
 @dataclass(frozen=True, slots=True)
 class HeadOf:
-    """The head for some tokens, with the model's steps before and after it: [..., D] to [..., d]."""
+    """The head for some tokens, with the model's steps before and after it, if any: [..., D] to [..., d]."""
 
     kernel: LinearKernel
-    joints: Joints
+    before: Callable[[torch.Tensor], torch.Tensor] | None = None
+    after: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        found = self.kernel(self.joints.hidden(hidden).flatten(0, -2))
-        return self.joints.logits(found.view(*hidden.shape[:-1], -1))
+        read = hidden if self.before is None else self.before(hidden)
+        found = self.kernel(read.flatten(0, -2)).view(*hidden.shape[:-1], -1)
+        return found if self.after is None else self.after(found)
 
     @property
     def packed(self) -> PackedWeight | None:
         """The packed weight, where the model has no steps before or after it; else None."""
-        return self.kernel if isinstance(self.kernel, PackedWeight) and self.joints.plain else None
+        plain = self.before is None and self.after is None
+        return self.kernel if isinstance(self.kernel, PackedWeight) and plain else None
 
 
 def _fits_bfloat16(weight: torch.Tensor) -> bool:
     """Whether bfloat16 holds every value of a float32 weight; the check goes slice by slice to avoid a copy."""
     return all(torch.equal(part, part.to(torch.bfloat16).float()) for part in torch.split(weight, 256))
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRef:
-    """The place of a module in a model: its parent and its name."""
-
-    owner: nn.Module
-    name: str
-
-    @property
-    def module(self) -> Any:
-        return getattr(self.owner, self.name)
-
-    def put(self, module: nn.Module) -> None:
-        """Put another module in this place."""
-        setattr(self.owner, self.name, module)
-
-    @classmethod
-    def at(cls, root: nn.Module, path: str) -> ModuleRef:
-        """The place at a path from a module."""
-        owner, _, name = path.rpartition(".")
-        return cls(root.get_submodule(owner), name)
-
-    @classmethod
-    def of(cls, module: nn.Module, model: nn.Module) -> ModuleRef | None:
-        """The place of a module in a model; None where the model does not have it."""
-        places = (cls(owner, name) for owner in model.modules() for name, child in owner.named_children())
-        return next((place for place in places if place.module is module), None)
-
-
-class PackedModule(nn.Module):
-    """Packed weights in the place of a module whose they were; a deep copy is such a module again."""
-
-    names: ClassVar[tuple[str, ...]] = ("weight",)
-    """Those of the module's parameters that are packed; attributes of these names are copies."""
-
-    @property
-    def stores(self) -> Sequence[PackedWeight]:
-        """The packed weights, which other modules may share."""
-        raise NotImplementedError
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for name in self.names:
-            if (weight := getattr(self, name)) is not None:
-                destination[prefix + name] = weight
-
-
-class PackedLinear(PackedModule):
-    """Rows [start, stop) of a packed weight, in the place of the linear that was packed: exact, but slow.
-
-    A deep copy is an ordinary linear again.
-    """
-
-    names = ("weight", "bias")
-
-    def __init__(self, store: PackedWeight, start: int, stop: int) -> None:
-        super().__init__()
-        self.store, self.rows = store, slice(start, stop)
-        self.in_features, self.out_features = store.inputs, stop - start
-
-    @property
-    def stores(self) -> Sequence[PackedWeight]:
-        return [self.store]
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """[out, in] a copy of the weight; changing the copy has no effect."""
-        return self.store.look_up(range(self.rows.start, self.rows.stop)).clone(memory_format=torch.contiguous_format)
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return None if self.store.bias is None else self.store.bias[self.rows]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.store.linear(hidden, self.rows)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        weight, bias = self.weight, self.bias
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
-        linear.weight = nn.Parameter(weight)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.clone())
-        memo[id(self)] = linear
-        return linear
-
-
-class TiedEmbedding(PackedModule):
-    """A packed weight in the place of an embedding; a deep copy has the embedding's own class again.
-
-    Args:
-        store: the packed weight.
-        embedding: a plain embedding, or one that multiplies its result by ``embed_scale``.
-    """
-
-    def __init__(self, store: PackedWeight, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.store = store
-        shell = copy.copy(embedding)
-        shell._parameters = {"weight": None}
-        self._shell = [shell]  # a list, so that torch does not register it as a submodule
-        scale: torch.Tensor | None = getattr(embedding, "embed_scale", None)
-        self.scale = None if scale is None else scale.to(store.dtype)
-
-    @property
-    def stores(self) -> Sequence[PackedWeight]:
-        return [self.store]
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """[vocabulary, D] a copy of the weight; changing the copy has no effect."""
-        return self.store.unpack().clone(memory_format=torch.contiguous_format)
-
-    def in_float32(self) -> TiedEmbedding:
-        """An embedding with the same weight whose results are float32, unrounded."""
-        store = copy.copy(self.store)
-        store.dtype = torch.float32
-        return TiedEmbedding(store, self._shell[0])
-
-    def look_up(self, tokens: Tokens) -> torch.Tensor:
-        """[T, D] the embeddings of tokens, as the first layer receives them."""
-        rows = self.store.look_up(tokens)
-        return rows if self.scale is None else rows * self.scale
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.look_up(tokens.flatten().tolist()).view(*tokens.shape, -1)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Embedding:
-        (shell,) = copy.deepcopy(self._shell)
-        shell.weight = nn.Parameter(self.weight)
-        memo[id(self)] = shell
-        return shell

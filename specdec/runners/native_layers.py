@@ -206,14 +206,6 @@ class NativeLayers:
         for told, chosen in self._experts:
             told.chosen = told.count if every else chosen
 
-    def shares(self, number: int, logits: torch.Tensor) -> torch.Tensor:
-        """[T, E] what rows have of each expert, in the mixture of this number, by a router's ``logits`` [T, E]."""
-        told, chosen = self._experts[number]
-        logits, found = logits.float().contiguous(), torch.empty(logits.shape, dtype=torch.float32, device=HOST)
-        apart = CExperts(told.router, told.gate_up, told.down, told.count, chosen, told.norm_topk)
-        self._library.specdec_route(byref(apart), logits.data_ptr(), len(logits), found.data_ptr())
-        return found.clamp_(min=0)  # those that a row has nothing of are marked by less
-
     def _hold(self, weight: torch.Tensor) -> int:
         held = weight.float().contiguous()
         self._held.append(held)

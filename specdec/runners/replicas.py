@@ -54,7 +54,6 @@ class Replicas:
         root: the module.
         attention: the attention function that their configs name; None leaves configs unchanged.
         whole: every module has a replica, with its own tables of hooks.
-        dtype: dtype of the replicas' floating-point parameters; None uses the model's parameters.
 
     Attributes:
         root: the replica of the module, or the module itself if it would not differ.
@@ -66,9 +65,8 @@ class Replicas:
         *,
         attention: str | None = None,
         whole: bool = False,
-        dtype: torch.dtype | None = None,
     ) -> None:
-        self._attention, self._whole, self._dtype = attention, whole, dtype
+        self._attention, self._whole = attention, whole
         self._made: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._configs: dict[int, tuple[Any, Any]] = {}
         parts = parts_of(root, attends=attention is not None, whole=whole)
@@ -134,8 +132,6 @@ class Replicas:
                     children[name] = self._make(child, inner)
         if self._attention is not None and "config" in own and (self._whole or "layer_idx" in own):
             state["config"] = self._config(own["config"])
-        if self._dtype is not None:
-            state["_parameters"] = {name: self._cast(weight) for name, weight in module._parameters.items()}
         self._set_hooks(module, state)
         self._made[id(module)] = module, replica
         return replica
@@ -155,7 +151,7 @@ class Replicas:
         output = hook(module, *rest)
         for name, value in module.__dict__.items():
             if name not in _DIFFERS and (name not in before or before[name] is not value):
-                replica.__dict__[name] = self._cast(value)
+                replica.__dict__[name] = value
         return output
 
     def _config(self, config: Any) -> Any:
@@ -170,11 +166,6 @@ class Replicas:
             state[_IMPLEMENTATION] = self._attention
             object.__setattr__(copied, "__dict__", state)
         return self._configs[id(config)][1]
-
-    def _cast(self, value: Any) -> Any:
-        """A floating-point tensor in the dtype of the replicas; anything else as it is."""
-        is_cast = self._dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(self._dtype) if is_cast else value
 
     def _bound(self, value: Any, seen: dict[int, Any]) -> Any:
         """A function with replicas for the modules that it is bound to or closes over; anything else as it is.
@@ -203,15 +194,11 @@ class Replicas:
 class Evaluated:
     """A module that is called in eval mode whatever its own mode is, by replicas that are kept until it changes.
 
-    ``attention`` and ``dtype``: as for Replicas. With a ``dtype``, replicas are made for each call, so that weights are
-    not held twice, and attributes that they write are dropped. So they are while ``prepare`` is set, which is called
-    with the replica of the module.
+    ``attention``: as for Replicas.
     """
 
-    prepare: Callable[[nn.Module], None] | None = None
-
-    def __init__(self, module: nn.Module, *, attention: str | None = None, dtype: torch.dtype | None = None) -> None:
-        self._module, self._attention, self._dtype = module, attention, dtype
+    def __init__(self, module: nn.Module, *, attention: str | None = None) -> None:
+        self._module, self._attention = module, attention
         self._made: Replicas | None = None
 
     def look(self) -> None:
@@ -219,11 +206,6 @@ class Evaluated:
         self._made = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if self._dtype is not None or self.prepare is not None:
-            root = Replicas(self._module, attention=self._attention, whole=True, dtype=self._dtype).root
-            if self.prepare is not None:
-                self.prepare(root)
-            return root(*arguments, **options)
         made = self._made  # another thread may make others meanwhile
         if made is None or not made.current():
             made = self._made = Replicas(self._module, attention=self._attention)

@@ -6,7 +6,6 @@ A module of transformers computes them again in every step, by some fifteen oper
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 
 from specdec.errors import TargetError
 from specdec.runners.rows import Rows
-from specdec.step import device_copies
 
-__all__ = ["Angles", "Rotary", "Tables", "rope_depends_on_length", "rope_kinds", "rotate", "signed"]
+__all__ = ["Angles", "Rotary", "rope_depends_on_length", "rope_kinds", "rotate", "signed"]
 
 Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, sines with their first half negated
 
@@ -119,34 +117,6 @@ class Rotary:
     def _table(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None) -> Table:
         cos, sin = self.compute(hidden, positions, kind)
         return cos, sin, signed(sin)
-
-
-class Tables:
-    """Where a rotary module's tables are, written in their device's memory, for recorded steps, as the tables grow.
-
-    Args:
-        rotary: its positions are ``fixed``.
-        like: of the dtype, and on the device, of the hidden states.
-
-    Attributes:
-        addresses: int64 [2], of the cosines and of the sines [positions, d].
-        width: d; 0 until they were reached for.
-    """
-
-    def __init__(self, rotary: Rotary, like: torch.Tensor) -> None:
-        self._rotary, self._like, self._lock = rotary, like[None], threading.Lock()
-        self._held: Table | None = None
-        self.addresses, self.width = torch.zeros(2, dtype=torch.int64, device=like.device), 0
-
-    def reach(self, end: int) -> None:
-        """Have positions 0 .. ``end`` - 1. Writing the addresses takes no copy, and comes before later steps."""
-        with self._lock:  # a thread with a shorter text must not write where shorter tables are
-            if self._held is not None and len(self._held[0]) >= end:
-                return
-            self._held = self._rotary.table(end, self._like)
-            self.width = self._held[0].shape[1]
-            for place, values in enumerate(self._held[:2]):
-                self.addresses[place].fill_(device_copies.address(values))
 
 
 def signed(sin: torch.Tensor) -> torch.Tensor:

@@ -20,12 +20,11 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from specdec.errors import TargetError
-from specdec.runners.boundary_ops import Joints
 from specdec.runners.experts import choose_all
 from specdec.runners.replicas import Evaluated, Replicas
 from specdec.runners.rows import Rows, TextRows
-from specdec.runners.runner import FINAL, LayerRunner
 from specdec.step.slots import LayerSpec
+from specdec.step.step_io import FINAL
 from specdec.step.step_output import StepOutput
 
 __all__ = ["Sees", "WholeModelRunner"]
@@ -37,7 +36,7 @@ _MASKLESS = ("flash", "flex")  # in the names of attention functions that take n
 _ALIKE = ("eager", "sdpa")  # which do; one may take the other's place
 
 
-class WholeModelRunner(LayerRunner):
+class WholeModelRunner:
     """A model's own forward.
 
     Args:
@@ -48,13 +47,15 @@ class WholeModelRunner(LayerRunner):
         sees: its masks by layer type, or the one of all layers; None where it makes them without transformers' helpers.
         tokens: some tokens, by which the shapes of its keys and values are read.
 
+    Attributes:
+        varies: why a row's results depend on other rows in the forward.
+        specs: what each layer that stores keys and values caches.
+        embed, norm, head: its embedding, last norm and head by themselves.
+
     Raises:
         TargetError: its attention takes no mask of ours, or it keeps no keys and values of every token.
     """
 
-    name = "modules"
-    borrows = True
-    whole = True
     varies = "a model's own operations sum in another order for other numbers of rows"
 
     def __init__(
@@ -98,16 +99,9 @@ class WholeModelRunner(LayerRunner):
     def _no_norm(self, _: Any) -> Any:
         raise TargetError(f"{self._called} has no last norm that specdec knows; {_BY_TOKENS}")
 
-    def run(
-        self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, taps: Collection[int]
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        raise TargetError(f"{self._called} is run by its whole forward, which nothing can leave early or enter late")
-
-    def graphs(self, backend: str) -> str:
-        return "not used: the model's own forward is called as a whole"
-
     @contextmanager
     def every_expert(self) -> Iterator[None]:
+        """While inside, each row has all experts, where a known router chooses some: for the check at load."""
         former = self._model
         self._model = Replicas(former, whole=True).root
         choose_all(self._model)
@@ -140,7 +134,9 @@ class WholeModelRunner(LayerRunner):
         self.embed = Evaluated(self._model.get_input_embeddings())
         self.head = Evaluated(self._model.get_output_embeddings())
         self._last_norm = None if self._norm_of is None else self._norm_of()
-        self.norm = self._no_norm if self._last_norm is None else Evaluated(self._last_norm)
+        self.norm: Callable[[torch.Tensor], torch.Tensor] = (
+            self._no_norm if self._last_norm is None else Evaluated(self._last_norm)
+        )
         attention = self._attention()
         if any(name in attention for name in _MASKLESS):
             raise TargetError(
@@ -154,7 +150,8 @@ class WholeModelRunner(LayerRunner):
                     "texts; call its eval()"
                 )
 
-    def finish(self, hidden: torch.Tensor | None, rows: Rows, first: int, last: int, joints: Joints) -> StepOutput:
+    def run(self, rows: Rows) -> StepOutput:
+        """Run rows of one sequence or several; what is made is ``rows.step.wanted``."""
         wanted = rows.step.wanted
         every = range(rows.rows) if wanted.logits is None else wanted.logits.tolist()
         logits, taps = [], dict[int, list[torch.Tensor]]()
@@ -173,7 +170,7 @@ class WholeModelRunner(LayerRunner):
         found = {tap: parts[0] if len(parts) == 1 else torch.cat(parts) for tap, parts in taps.items()}
         joined = logits[0] if len(logits) == 1 else torch.cat(logits)
         out = joined.new_empty(rows.rows, 0)
-        return StepOutput(None if wanted.nothing else joined, wanted.scored, out=out, hidden=found)
+        return StepOutput(None if wanted.nothing else joined, wanted.scored, out=out, hidden=found, sent=rows)
 
     def _run(self, part: TextRows, rows: Sequence[int], taps: Collection[int]) -> Any:
         """The forward of one sequence's rows, of which the logits of these are read."""

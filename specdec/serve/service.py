@@ -244,7 +244,7 @@ def sampling_defaults(engine: Engine, config: ServeConfig) -> dict[str, Any]:
     """The checkpoint's sampling defaults, where the server's options ask for them."""
     if config.generation_config == "openai":
         return {}
-    own: Any = getattr(getattr(engine.target, "model", None), "generation_config", None)
+    own = engine.target.generation_config
     if own is None:
         return {}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # neither this file nor what it imports needs torch
 
 __all__ = [
     "ALL",
+    "FINAL",
     "NOTHING",
     "WHOLE",
     "Draws",
@@ -41,6 +42,10 @@ __all__ = [
 ]
 
 Ints = npt.NDArray[np.int32]
+
+
+FINAL = -1
+"""Among hidden layers: the states after the last norm, which the head reads."""
 
 
 class Part(IntFlag):

@@ -18,6 +18,7 @@ from tests import launching, models
 from tests.bitsandbytes_files import bitsandbytes_checkpoint
 from tests.exactness.cases import Case
 from tests.int4_files import int4_checkpoint
+from tests.models import target_for
 from tests.quantised_files import quantised_file
 from tests.ranks import ThreadRanks, results, run_ranks
 
@@ -55,7 +56,7 @@ class Targets:
             return models.target_of(family, torch.float64, "split" if executor == "split" else "sdpa", execution)
         if form in ("float32", "bfloat16"):
             model = models.new_model(family, getattr(torch, form), **SIZES)
-            return TransformersTarget(model, execution="native", owned=True)
+            return target_for(model, execution="native")
         place = self._folder / f"{form} {family}"
         wide = {"head_dim": 32} if family in ("qwen3", "gemma2") else {}
         if form in ("gptq", "awq"):
@@ -90,7 +91,7 @@ class Targets:
         kind = TensorTarget if case.executor == "tensor" else ShardedTarget
 
         def work(ranks: ThreadRanks) -> Any:
-            sharded = kind(own[ranks.rank], owned=True, execution="modules", ranks=ranks)
+            sharded = kind(TransformersTarget(own[ranks.rank]), ranks=ranks)
             with self._loading:
                 made = make_drafter(drafter, sharded)
             return ask(engine_of(sharded, made, **sizes))

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, Generation, SamplingParams, TransformersTarget
+from specdec import Engine, Generation, SamplingParams
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Handle, Scheduler
 from specdec.native import library as native
 from tests.fakes import Oracle
-from tests.models import greedy, new_model, prompt_of, settings_of, target_of
+from tests.models import greedy, new_model, prompt_of, settings_of, target_for, target_of
 from tests.tiers import each_once
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -51,7 +51,7 @@ def same(found: Sequence[Generation], expected: Sequence[Generation]) -> bool:
 def test_native_rows_are_those_of_one_by_one_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Half precision, where the best logits are often nearer than rounding: rounding itself does not change."""
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    target = TransformersTarget(new_model(family, dtype, **sizes), execution="native", owned=True)
+    target = target_for(new_model(family, dtype, **sizes), execution="native")
     kangaroos, models = (settings_of(name, target, tmp_path / name) for name in ("kangaroo", "draft_model"))
     others = [settings_of(name, target, tmp_path / name)[0] for name in ("none", "lookahead", "medusa")]
     for drafter in (*others, *kangaroos[:2], *models[:2]):
@@ -76,7 +76,7 @@ def test_drafters_in_one_batch_change_no_token(family: str, dtype: torch.dtype, 
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     target = target_of(family)
     if dtype != torch.float64:
-        target = TransformersTarget(new_model(family, dtype, **sizes), execution="native", owned=True)
+        target = target_for(new_model(family, dtype, **sizes), execution="native")
     names = ("none", "auto", "prompt_lookup", "kangaroo", "medusa", "lookahead", "draft_model")
     drafters = [settings_of(name, target, tmp_path / name)[0] for name in names]
     engine = Engine(target, None, "token_recycling", policy="acceptance", **SIZES)

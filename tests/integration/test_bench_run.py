@@ -26,11 +26,10 @@ from specdec.cli.main import build
 from specdec.engine.load import load
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.loading import embedded_model
-from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.sampling_params import SamplingParams
 from specdec.settings.validation import read_json
 from specdec.target import run_steps
-from tests.models import new_model
+from tests.models import live, new_model
 
 UNFREEZE = gc.unfreeze  # no test calls it otherwise, see tests/conftest.py
 
@@ -67,11 +66,6 @@ def keys(folder: RunFolder) -> list[tuple[int | str, str, int]]:
     return [read_json(Record, line).key for line in folder.answers.read_text().splitlines()]
 
 
-def target_of(engine: Engine) -> TransformersTarget:
-    assert isinstance(engine.target, TransformersTarget)
-    return engine.target
-
-
 @pytest.mark.slow
 def test_all_systems_give_the_same_text_and_say_what_it_cost(make: Make, tiny_engine: Engine) -> None:
     early_exit = {"name": "transformers_early_exit", "assistant_early_exit": 2}
@@ -91,7 +85,7 @@ def test_all_systems_give_the_same_text_and_say_what_it_cost(make: Make, tiny_en
         (r.question_id, n): turn.token_ids for r in records if r.system == "none" for n, turn in enumerate(r.turns)
     }
     assert all(turn.token_ids == texts[r.question_id, n] for r in records for n, turn in enumerate(r.turns))
-    found = audit(records, folder.manifest()["systems"], target_of(tiny_engine), SamplingParams())
+    found = audit(records, folder.manifest()["systems"], tiny_engine.target, SamplingParams())
     assert found.passed
     assert {str(verdict) for verdict in found.systems.values()} == {"identical"}
 
@@ -227,7 +221,8 @@ def test_an_option_younger_than_the_run_stood_at_its_default(make: Make) -> None
 @pytest.mark.few(1)
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 def test_the_plan_says_what_runs_the_layers(execution: str) -> None:
-    assert target_of(load(Plan(execution=execution))).runner.name == execution
+    engine = load(Plan(execution=execution))
+    assert engine.target.options["runner"] == execution
 
 
 @pytest.mark.slow
@@ -421,7 +416,7 @@ def test_a_question_that_fails_is_recorded_and_the_run_goes_on(
     assert [(r.system, r.question_id, r.error, r.turns) for r in failed] == [
         ("lookahead", 2, "RuntimeError: out of memory", [])
     ]
-    found = audit(folder.records(), folder.manifest()["systems"], target_of(tiny_engine), SamplingParams())
+    found = audit(folder.records(), folder.manifest()["systems"], tiny_engine.target, SamplingParams())
     assert (found.systems["lookahead"].answers, found.systems["lookahead"].failed) == (1, 1)
 
 
@@ -467,7 +462,7 @@ def test_transformers_assisted_generation(make: Make, tiny_engine: Engine, stran
     assistant = str(embedded_model()) if helpful else stranger
     system = {"name": "transformers_assisted", "assistant": assistant}
     folder = make(drafters=["none"], systems=[system]).run()
-    found = audit(folder.records(), folder.manifest()["systems"], target_of(tiny_engine), SamplingParams())
+    found = audit(folder.records(), folder.manifest()["systems"], tiny_engine.target, SamplingParams())
     assert str(found.systems["transformers_assisted"]) == "identical"
     turns = [turn for record in folder.records() if record.system == "transformers_assisted" for turn in record.turns]
     assert all(sum(turn.accept_lengths) == len(turn.token_ids) == 12 for turn in turns)
@@ -567,7 +562,7 @@ def tampered(records: Sequence[Record], system: str, change: Callable[[list[int]
 
 
 def judge(engine: Engine, folder: RunFolder, records: Sequence[Record], **sampling: Any) -> Audit:
-    return audit(records, folder.manifest()["systems"], target_of(engine), SamplingParams(**sampling))
+    return audit(records, folder.manifest()["systems"], engine.target, SamplingParams(**sampling))
 
 
 def test_a_wrong_token_is_a_bug_of_the_system(make: Make, tiny_engine: Engine) -> None:
@@ -616,12 +611,12 @@ def test_a_text_that_ends_early_or_late_is_a_bug(make: Make, tiny_engine: Engine
 
 def test_a_tie_is_rounding(tiny_engine: Engine) -> None:
     """Two tokens with one embedding row have one logit; either is right, and a third is not."""
-    target = target_of(tiny_engine)
+    target = tiny_engine.target
     prompt = tiny_engine.encode("import os\nimport")
-    weight = target.model.get_output_embeddings().weight
+    weight = live(target).get_output_embeddings().weight
     with torch.inference_mode():
         ids = torch.tensor([prompt])
-        best = int(target.model(ids, attention_mask=torch.ones_like(ids)).logits[0, -1].argmax())
+        best = int(live(target)(ids, attention_mask=torch.ones_like(ids)).logits[0, -1].argmax())
     twin, third = 4000, 4001
     former = weight.data[twin].clone()
     try:
@@ -644,7 +639,7 @@ def audit_of_two(engine: Engine, prompt: list[int], plain: int, fast: int) -> Au
 
     about = {"ours": True, "lossy": False, "comparable": True}
     records = [answer("none", plain), answer("fast", fast)]
-    return audit(records, {"none": about, "fast": about}, target_of(engine), SamplingParams())
+    return audit(records, {"none": about, "fast": about}, engine.target, SamplingParams())
 
 
 def test_bounds_grow_with_the_dtype_and_the_logits() -> None:
@@ -670,11 +665,11 @@ def test_the_seed_s_noise_decides_who_is_wrong(make: Make, tiny_engine: Engine) 
     """Where the draw was not the likeliest token, the likeliest one is the wrong one."""
     options: dict[str, Any] = {"temperature": 1.5, "seed": 1, "acceptance": "match"}
     folder = make(**options).run()
-    target = target_of(tiny_engine)
+    target = tiny_engine.target
     turn = next(record for record in folder.records() if record.system == "none").turns[0]
     ids = torch.tensor([[*turn.prompt_ids, *turn.token_ids]])
     with torch.inference_mode():
-        best = target.model(ids, attention_mask=torch.ones_like(ids)).logits[0].argmax(-1).tolist()
+        best = live(target)(ids, attention_mask=torch.ones_like(ids)).logits[0].argmax(-1).tolist()
     top_k = best[len(turn.prompt_ids) - 1 : -1]
     place = next(n for n, (drawn, top) in enumerate(zip(turn.token_ids, top_k, strict=True)) if drawn != top)
     changed = [*turn.token_ids[:place], top_k[place], *turn.token_ids[place + 1 :]]

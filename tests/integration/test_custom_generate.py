@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from specdec import Engine, TransformersTarget, custom_generate
 from specdec.errors import ConfigError, NumericalError, TargetError
 from tests.fakes import Oracle
-from tests.models import PAD, VOCAB, greedy, model_of, new_model, prompt_of, reference, target_of
+from tests.models import PAD, VOCAB, greedy, live, model_of, new_model, prompt_of, reference, target_of
 
 FAMILY = "mistral"
 PROMPT = prompt_of(9)
@@ -101,8 +101,7 @@ def test_stopping_criteria_inside_a_block(at: int) -> None:
 
 @pytest.mark.slow
 def test_stop_strings(tiny_engine: Engine) -> None:
-    assert isinstance(tiny_engine.target, TransformersTarget)
-    model, prompt = tiny_engine.target.model, "def read(path):\n"
+    model, prompt = live(tiny_engine.target), "def read(path):\n"
     plain = tiny_engine.generate(prompt, NEW)
     ids = torch.tensor([tiny_engine.encode(prompt)])
     stop = plain.text[9:13]

@@ -42,7 +42,7 @@ from specdec.step import device_copies, torch_switches
 from specdec.step.cache import LayerSpec
 from specdec.target import FINAL
 from tests import models, seam
-from tests.models import FAMILIES, MIXTURES, OF_LAYERS, prompt_of, settings_of
+from tests.models import FAMILIES, MIXTURES, OF_LAYERS, prompt_of, settings_of, target_for
 
 BACKENDS = ("auto", "sdpa", "split")
 TREE = Draft((3, 4, 5, 6, 7), (-1, 0, 0, 2, 1), probes=frozenset({4}))
@@ -287,7 +287,7 @@ def target_on(
     if execution == "modules" or family not in models.FUSED:
         backend = "auto"  # the model's own is run
     with windows_of(family, patch):
-        return TransformersTarget(made, attention=backend, execution=execution, owned=True)
+        return target_for(made, attention=backend, execution=execution)
 
 
 def run(target: TransformersTarget) -> None:

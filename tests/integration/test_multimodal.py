@@ -14,7 +14,7 @@ import transformers
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from specdec import Engine, TransformersTarget, custom_generate
-from specdec.errors import ConfigError, TargetError
+from specdec.errors import ConfigError
 from tests.models import PAD, VOCAB, prompt_of, reference
 
 NEW = 12
@@ -144,14 +144,12 @@ def test_an_image_is_refused(pixels: Callable[..., torch.Tensor]) -> None:
         generate(model, ids, **image, custom_generate=custom_generate)
 
 
-def test_a_decoder_that_was_replaced_is_noticed() -> None:
+def test_a_decoder_that_was_replaced_is_followed() -> None:
     """It hangs in a module that hangs in the model."""
     model = copy.deepcopy(model_of("llava"))
-    engine, whole = Engine(TransformersTarget(model, execution="fused")), Engine(TransformersTarget(model))
+    whole = Engine(TransformersTarget(model))
     model.model.language_model = copy.deepcopy(model.model.language_model)
     assert whole.generate(PROMPT, NEW).token_ids == reference(model, PROMPT, NEW)
-    with pytest.raises(TargetError, match=r"was changed after its .* runner was made"):
-        engine.generate(PROMPT, NEW)
 
 
 GIVEN: dict[str, tuple[str, Any]] = {

@@ -20,10 +20,12 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 from specdec import Draft, Drafter, Engine, Generation, PrefixCache, SamplingParams
 from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.errors import ConfigError, NumericalError, ParallelError
+from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.rows import ShardedTarget
+from specdec.step.step_io import StepInput
 from tests.fakes import Drawing, Oracle, Scripted
-from tests.models import greedy, new_model, prompt_of, settings_of, target_of
+from tests.models import greedy, new_model, prompt_of, settings_of, target_for, target_of
 from tests.ranks import ThreadRanks, results, run_ranks
 from tests.tiers import each_once, turns
 
@@ -54,7 +56,7 @@ class Together:
         """What ``ask`` returned or raised on each rank."""
 
         def work(ranks: ThreadRanks) -> Any:
-            target = ShardedTarget(self._models[ranks.rank], owned=True, execution=self._execution, ranks=ranks)
+            target = ShardedTarget(target_for(self._models[ranks.rank], execution=self._execution), ranks=ranks)
             if spoil is not None:
                 spoil(target, ranks.rank)
             with _LOADING:
@@ -66,13 +68,14 @@ class Together:
 
 def rows_run(target: ShardedTarget) -> list[int]:
     """From now on, the rows of each step that this rank runs."""
-    run, found = target.runner.finish, list[int]()
+    own, found = target._target, list[int]()
+    run = own.forward
 
-    def counted(hidden: torch.Tensor | None, rows: Any, *rest: Any) -> Any:
-        found.append(rows.rows)
-        return run(hidden, rows, *rest)
+    def counted(step: StepInput) -> Any:
+        found.append(step.rows)
+        return run(step)
 
-    target.runner.finish = counted  # type: ignore[method-assign]
+    own.forward = counted  # type: ignore[method-assign]
     return found
 
 
@@ -131,7 +134,7 @@ def test_rows_are_halved_and_one_collective_makes_a_step(sampling: SamplingParam
     for out, ranks in found:
         assert out.token_ids == text_of("llama", sampling)
         assert ranks.sent == [4 * (2 + 128 + 128)] * out.stats.steps  # checksum, count, a way, a token for each row
-        assert ranks.greetings == 2  # at load, and at the start of the text
+        assert ranks.greetings == 1  # at the start of the text
         assert max(out.stats.rows) > 80
     for own in rows.values():
         steps = own[1:]  # the prompt is run by all
@@ -181,7 +184,8 @@ def test_rounding_decides_alike_everywhere() -> None:
     """A rank that rounds otherwise now and then never parts from the others."""
 
     def spoil(target: ShardedTarget, rank: int) -> None:
-        rng, head = random.Random(rank), target.runner.head
+        own = target._target
+        rng, head = random.Random(rank), own.runner.head
 
         def odd(hidden: torch.Tensor) -> torch.Tensor:
             logits = head(hidden)
@@ -189,7 +193,7 @@ def test_rounding_decides_alike_everywhere() -> None:
                 logits = logits[..., torch.randperm(logits.shape[-1], generator=torch.Generator().manual_seed(3))]
             return logits
 
-        target.runner.head = odd
+        own.runner.head = odd
 
     found = results(Together("llama", 2).run("lookahead", lambda e: e.generate(PROMPT, NEW).token_ids, spoil=spoil))
     assert found[0] == found[1]
@@ -245,7 +249,7 @@ def errors_at_build(settings: Any) -> list[Any]:
     """What each of two ranks raises where such a drafter is made."""
 
     def work(ranks: ThreadRanks) -> Any:
-        target = ShardedTarget(new_model("llama"), owned=True, execution="modules", ranks=ranks)
+        target = ShardedTarget(TransformersTarget(new_model("llama")), ranks=ranks)
         make_drafter(settings, target)
 
     return run_ranks(2, work)
@@ -315,7 +319,8 @@ def test_a_rank_with_other_weights_ends_all() -> None:
 def test_a_rank_that_fails_in_a_step_ends_all() -> None:
     def spoil(target: ShardedTarget, rank: int) -> None:
         if rank:
-            run, left = target.runner.finish, [5]
+            own = target._target
+            run, left = own.forward, [5]
 
             def broken(*given: Any) -> Any:
                 output = run(*given)
@@ -324,7 +329,7 @@ def test_a_rank_that_fails_in_a_step_ends_all() -> None:
                     output.logits.fill_(torch.nan)
                 return output
 
-            target.runner.finish = broken  # type: ignore[method-assign]
+            own.forward = broken  # type: ignore[method-assign]
 
     found = Together("llama", 2).run("lookahead", lambda engine: engine.generate(PROMPT, NEW), spoil=spoil)
     assert "rank 1 failed in the middle of a step" in str(found[0])

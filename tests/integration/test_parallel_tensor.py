@@ -16,6 +16,7 @@ import torch
 from specdec import Draft, Engine, SamplingParams
 from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.errors import ParallelError
+from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.tensor import TensorTarget
 from tests.fakes import Scripted
 from tests.models import OF_LAYERS, greedy, new_model, prompt_of, settings_of, target_of
@@ -32,11 +33,12 @@ def texts(drafter: Any, sampling: SamplingParams | None, *, spoiled: bool = True
     models = [new_model("llama") for _ in range(2)]
 
     def work(ranks: ThreadRanks) -> list[int]:
-        target = TensorTarget(models[ranks.rank], owned=True, execution="modules", ranks=ranks)
+        target = TensorTarget(TransformersTarget(models[ranks.rank]), ranks=ranks)
         with _LOADING:
             made = make_drafter(drafter(ranks.rank) if callable(drafter) else drafter, target)
         if spoiled and ranks.rank == 1:
-            run, generator = target.runner.finish, torch.Generator().manual_seed(0)
+            own = target._target
+            run, generator = own.forward, torch.Generator().manual_seed(0)
 
             def spoilt(*given: Any) -> Any:
                 output = run(*given)
@@ -45,7 +47,7 @@ def texts(drafter: Any, sampling: SamplingParams | None, *, spoiled: bool = True
                         found.add_(torch.randn(found.shape, generator=generator, dtype=found.dtype))
                 return output
 
-            target.runner.finish = spoilt  # type: ignore[method-assign]
+            own.forward = spoilt  # type: ignore[method-assign]
         return Engine(target, None, made).generate(PROMPT, NEW, sampling).token_ids
 
     return run_ranks(2, work)

@@ -11,7 +11,7 @@ import pytest
 from specdec import Drafter, Engine, SamplingParams, Step
 from specdec.models.transformers_target import TransformersTarget
 from tests.fakes import Oracle, Spy
-from tests.models import greedy, model_of, new_model, prompt_of, reference, target_of
+from tests.models import greedy, live, model_of, new_model, prompt_of, reference, target_of
 
 FAMILY = "mistral"
 PROMPT = prompt_of(7)
@@ -168,12 +168,11 @@ def test_stop_strings_at_every_offset(tiny_engine: Engine, steady: bool) -> None
 
 @pytest.mark.slow
 def test_stop_strings_as_transformers(tiny_engine: Engine) -> None:
-    assert isinstance(tiny_engine.target, TransformersTarget)
     plain = tiny_engine.generate(TEXT_PROMPT, NEW, VARIED)
     prompt = tiny_engine.encode(TEXT_PROMPT)
     for stop in stops_in(plain.text)[::6]:
         expected = reference(
-            tiny_engine.target.model,
+            live(tiny_engine.target),
             prompt,
             NEW,
             stop_strings=[stop],

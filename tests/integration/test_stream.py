@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec import Chunk, Engine, SamplingParams, TransformersTarget
+from specdec import Chunk, Engine, SamplingParams
 from specdec.engine.text_stream import TextStream, stop_strings
 from tests.fakes import Oracle
-from tests.models import reference
+from tests.models import live, reference
 from tests.tiers import once
 
 PROMPT = "import os\n\n\ndef walk(folder):\n"
@@ -81,8 +81,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back(tiny_engine: Engine) -> 
 
 
 def test_early_close(tiny_engine: Engine) -> None:
-    assert isinstance(tiny_engine.target, TransformersTarget)
-    model = tiny_engine.target.model
+    model = live(tiny_engine.target)
     implementation = model.config._attn_implementation
     stream = tiny_engine.with_drafter("prompt_lookup").stream(PROMPT, NEW)
     first = next(stream)
@@ -95,8 +94,7 @@ def test_early_close(tiny_engine: Engine) -> None:
 @pytest.mark.slow
 def test_model_is_usable_between_chunks(tiny_engine: Engine) -> None:
     """Its own ``generate``, and another stream over the same target, do not disturb a stream."""
-    assert isinstance(tiny_engine.target, TransformersTarget)
-    model, prompt = tiny_engine.target.model, tiny_engine.encode(PROMPT)
+    model, prompt = live(tiny_engine.target), tiny_engine.encode(PROMPT)
     plain = tiny_engine.generate(PROMPT, NEW)
     one = tiny_engine.with_drafter("lookahead").stream(PROMPT, NEW)
     other = tiny_engine.with_drafter("prompt_lookup").stream(PROMPT, NEW, SamplingParams(temperature=1.0, seed=1))

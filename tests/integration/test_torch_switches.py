@@ -14,6 +14,7 @@ from specdec import Engine, PrefixCache, SamplingParams, TransformersTarget, cus
 from specdec.drafting.registry import drafter_names
 from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
+from tests import models
 from tests.models import OF_LAYERS, model_of, new_model, prompt_of, settings_of, target_of
 from tests.switches import SWITCHES
 from tests.tiers import once, turns
@@ -65,20 +66,19 @@ def test_every_drafter_s_text_is_the_same(drafter: str, switch: str, execution: 
 def test_a_model_that_is_loaded_inside_is_the_same(switch: str, execution: str) -> None:
     model = new_model(FAMILIES[execution], torch.float32)
     with SWITCHES[switch]():
-        engine = Engine(TransformersTarget(model, execution=execution, owned=True), None, "lookahead")
+        engine = Engine(models.target_for(model, execution=execution), None, "lookahead")
         inside = texts(engine)
     assert texts(engine) == expected(execution)
     assert inside == expected(execution) or is_followed(execution, switch)
 
 
-@pytest.mark.parametrize("owned", [True, False])
 @pytest.mark.parametrize("execution", ["native", "fused", "modules"])
-def test_a_model_that_was_made_in_inference_mode(execution: str, owned: bool) -> None:
+def test_a_model_that_was_made_in_inference_mode(execution: str) -> None:
     """Of its weights torch counts no writes."""
     family = FAMILIES.get(execution, "llama")
     with torch.inference_mode():
         model = new_model(family, torch.float32)
-    own = Engine(TransformersTarget(model, execution=execution, owned=owned), None, "lookahead")
+    own = Engine(models.target_for(model, execution=execution), None, "lookahead")
     assert texts(own) == texts(Engine(target_of(family, torch.float32, "auto", execution)))
 
 
@@ -129,7 +129,7 @@ def test_modules_follow_autocast_as_they_do_in_generate() -> None:
         lambda module, args, output: seen.add(output.dtype)
     )
     try:
-        engine = Engine(TransformersTarget(model, execution="modules"))
+        engine = Engine(TransformersTarget(model))
         seen.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             engine.generate(PROMPT, 2)
@@ -167,7 +167,7 @@ def test_a_compiled_caller() -> None:
 def test_torch_s_own_random_numbers_are_left_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    engine = Engine(TransformersTarget(new_model("qwen3", torch.float32), execution="native"), None, "lookahead")
+    engine = Engine(models.target_for(new_model("qwen3", torch.float32), execution="native"), None, "lookahead")
     torch.set_rng_state(before)  # the model's weights were drawn
     engine.generate(PROMPT, NEW, SAMPLED)
     Engine(engine.target, None, "layer_skip").generate(PROMPT, NEW)

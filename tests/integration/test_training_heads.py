@@ -25,7 +25,7 @@ from tests.fakes import Oracle
 from tests.head_references import exported
 from tests.integration.test_heads_reference import Beside, key
 from tests.integration.test_training_kangaroo import _fresh_accelerator, model_folder, talks, values  # noqa: F401
-from tests.models import VOCAB, greedy, model_of, new_model, prompt_of
+from tests.models import VOCAB, greedy, live, model_of, new_model, prompt_of
 from training import dspark, eagle3, kangaroo, medusa
 from training.acceptance import Written
 from training.data import Sample
@@ -252,10 +252,10 @@ def test_an_exported_head_is_the_same_head(
     for name, tensor in training.head.state_dict().items():
         assert torch.equal(head.state_dict()[name], tensor.float() if tensor.is_floating_point() else tensor), name
     if not training.head.config.own_head:
-        matrix = target.model.lm_head.weight[training.head.draft_tokens]  # type: ignore[index]
+        matrix = live(target).lm_head.weight[training.head.draft_tokens]  # type: ignore[index]
         assert torch.equal(head.lm_head.weight, matrix.float())
     if layout == "speculators":
-        assert torch.equal(head.embed_tokens.weight, target.model.get_input_embeddings().weight.float())
+        assert torch.equal(head.embed_tokens.weight, live(target).get_input_embeddings().weight.float())
 
 
 def test_heads_that_no_layout_can_say(target_of: Callable[..., TransformersTarget], tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from specdec.settings.options import Given
 from specdec.settings.parsing import parse
 from specdec.step.tree import Draft
 from tests.fakes import Spy
-from tests.models import FAMILIES, prompt_of, random_adapter, target_of
+from tests.models import FAMILIES, live, prompt_of, random_adapter, target_of
 from training import kangaroo, medusa
 from training.acceptance import EvalConfig, Tally, Written, continued_texts, judged_samples, standard_error
 from training.card import command_line, write_card
@@ -121,7 +121,7 @@ def test_features_are_the_engines(target_of: Callable[..., TransformersTarget], 
     logits = target.head(states)
     start = row = 0
     for text in texts:
-        hidden = target.model(torch.tensor([text]), output_hidden_states=True, use_cache=False)
+        hidden = live(target)(torch.tensor([text]), output_hidden_states=True, use_cache=False)
         for layer in (1, 2):
             here = features[layer][0, start : start + len(text)]
             torch.testing.assert_close(here, hidden.hidden_states[layer][0], rtol=1e-5, atol=1e-6)
@@ -442,7 +442,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2"])
     def test_a_tokenizer_that_transformers_makes_without_files(self, family: str, tmp_path: Path) -> None:
-        target_of(family).plain_model().config.save_pretrained(tmp_path)
+        live(target_of(family)).config.save_pretrained(tmp_path)
         with pytest.raises(CheckpointError, match=r"no tokenizer at .*a \w+ without a vocabulary"):
             load_tokenizer(str(tmp_path))
 

@@ -22,7 +22,7 @@ from specdec.costs.live_curve import LiveCosts
 from specdec.drafting.registry import make_drafter
 from specdec.native import library as native
 from specdec.target import Target
-from tests.models import BOS, VOCAB, new_model, settings_of, target_of
+from tests.models import BOS, VOCAB, new_model, settings_of, target_for, target_of
 from tests.property.test_engine import Letters
 from tests.unit.costs.test_policy import curve_of
 
@@ -220,5 +220,5 @@ def test_texts_repeat_whatever_drafts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_texts_repeat_in_native_layers_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    target = TransformersTarget(new_model("qwen3", dtype, **sizes), execution="native", owned=True)
+    target = target_for(new_model("qwen3", dtype, **sizes), execution="native")
     run(target, *heavy(target, tmp_path), 30, 6)

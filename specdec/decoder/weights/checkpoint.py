@@ -45,6 +45,7 @@ class Checkpoint:
         self._prefix = next((one for one in before if f"{one}norm.weight" in source.shapes), before[0])
         self._wrong: dict[str, list[str]] = {"missing": [], "misshapen": [], "of another dtype": []}
         self._places: dict[Weight, str] = {}
+        self._zeros = set[Weight]()
         self.spec, self.shapes = spec, shapes_of(spec)
         self._find()
         extra = sorted(name for name in source.shapes.keys() - {*self._places.values()} if not self._ignored(name))
@@ -88,6 +89,9 @@ class Checkpoint:
 
     def _place(self, weight: Weight, name: str | None, shape: tuple[int, ...]) -> None:
         wanted = next(self._called.candidates(weight, self._prefix))
+        if name is None and weight.kind == "bias" and self._source.biases_lack:
+            self._zeros.add(weight)
+            return
         if name is None:
             self._wrong["missing"].append(wanted)
         elif (found := self._source.shapes[name]) != shape:
@@ -113,8 +117,24 @@ class Checkpoint:
         """How many numbers the layers' tensors are."""
         return sum(math.prod(shape) for weight, shape in self.shapes.items() if weight.layer is not None)
 
+    @property
+    def sublayer_weights(self) -> list[tuple[int, int]]:
+        """How many numbers each layer's attention has, and the rest of it."""
+        found = [[0, 0] for _ in self.spec.layers]
+        for weight, shape in self.shapes.items():
+            if weight.layer is not None:
+                found[weight.layer][not weight.part.startswith("attention.")] += math.prod(shape)
+        return [(attention, others) for attention, others in found]
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers all tensors are."""
+        return sum(map(math.prod, self.shapes.values()))
+
     def read(self, weight: Weight) -> torch.Tensor:
         """A tensor as it is in the checkpoint; perhaps a view of a file, which is not to be written to."""
+        if weight in self._zeros:
+            return torch.zeros(self.shapes[weight])
         return self._source.read(self._places[weight])
 
     def blocks(self, weight: Weight) -> BlockTensor | None:
@@ -123,7 +143,7 @@ class Checkpoint:
 
     def has(self, weight: Weight) -> bool:
         """Whether the decoder has such a tensor."""
-        return weight in self._places
+        return weight in self._places or weight in self._zeros
 
     def experts_in(self, layer: int) -> int:
         """How many experts a layer has."""

@@ -14,10 +14,21 @@ from specdec.errors import CheckpointError, told
 from specdec.runners.memory_pages import FilePages
 from specdec.settings.files import read_object
 
-__all__ = ["FLOATS", "SafetensorsSource", "opened_tensors"]
+__all__ = ["FLOATS", "SafetensorsSource", "dtype_name", "opened_tensors"]
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""The plain floats among the dtypes of a file."""
+FLOATS: Mapping[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""The plain floats among the dtypes of a file, the narrow ones first."""
+
+
+def dtype_name(kind: str) -> str:
+    """A file's name of a dtype as torch has it, of integers."""
+    sizes = {"I": "int", "U": "uint"}
+    return f"{sizes[kind[0]]}{kind[1:]}" if kind[0] in sizes and kind[1:].isdigit() else kind
 
 
 def opened_tensors(folder: Path) -> dict[str, Any]:
@@ -51,6 +62,9 @@ def opened_tensors(folder: Path) -> dict[str, Any]:
 class SafetensorsSource(DenseSource):
     """The tensors of a folder's files; as of :class:`specdec.decoder.weights.source.Source`.
 
+    Attributes:
+        dtype: the narrowest that a tensor has.
+
     Raises:
         CheckpointError: a file is not there, or broken.
     """
@@ -66,8 +80,10 @@ class SafetensorsSource(DenseSource):
             name: tuple(header.get_shape()) for name, header in headers.items()
         }
         self.strange: Mapping[str, str] = {
-            name: dtype for name, one in headers.items() if (dtype := one.get_dtype()) not in FLOATS
+            name: dtype_name(dtype) for name, one in headers.items() if (dtype := one.get_dtype()) not in FLOATS
         }
+        kinds = {header.get_dtype() for header in headers.values()}
+        self.dtype = next((own for name, own in FLOATS.items() if name in kinds), torch.float32)
         self._pages: FilePages | None = None
 
     def read(self, name: str) -> torch.Tensor:

@@ -21,11 +21,13 @@ class Source(Protocol):
         where: as messages name it.
         shapes: of all tensors.
         strange: the dtypes of those that are no plain floats.
+        biases_lack: a bias that is not there is zeros.
     """
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
     strange: Mapping[str, str]
+    biases_lack: bool
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor as it is there; it may be a view of a file's pages, and is not to be written to."""
@@ -42,6 +44,8 @@ class Source(Protocol):
 
 class DenseSource:
     """What sources have in common whose weights are not quantised."""
+
+    biases_lack = False
 
     def blocks(self, name: str) -> BlockTensor | None:
         """Of no tensor."""

@@ -18,7 +18,6 @@ from specdec.bench.records import AnsweredTurn, Record, RunFolder
 from specdec.bench.runner import Runner
 from specdec.engine.config import resolve
 from specdec.errors import ConfigError, SpecdecError
-from specdec.models.transformers_target import TransformersTarget
 from specdec.settings.options import Given
 
 SECONDS = {"wall": 1.0, "prefill": 0.5}
@@ -59,7 +58,6 @@ def test_what_is_whole_is_read(folder: RunFolder) -> None:
 @pytest.mark.parametrize("key", RECORD)
 def test_a_record_with_a_value_that_cannot_be(key: str, folder: RunFolder, tiny_engine: Engine) -> None:
     """Refused with the number of its line; what is taken can be measured, audited and compared, or is refused there."""
-    assert isinstance(tiny_engine.target, TransformersTarget)
     for value in VALUES:
         folder.answers.write_text(json.dumps(RECORD) + "\n" + json.dumps({**RECORD, key: value, "repeat": 1}) + "\n")
         try:
@@ -73,7 +71,6 @@ def test_a_record_with_a_value_that_cannot_be(key: str, folder: RunFolder, tiny_
 
 @pytest.mark.parametrize("key", asdict(TURN))
 def test_a_turn_with_a_value_that_cannot_be(key: str, folder: RunFolder, tiny_engine: Engine) -> None:
-    assert isinstance(tiny_engine.target, TransformersTarget)
     for value in (*VALUES, [10**9], [-1], {"wall": -1.0}, {"wall": 1e999}, {"prefill": 1.0}):
         folder.answers.write_text(json.dumps({**RECORD, "turns": [{**asdict(TURN), key: value}]}) + "\n")
         try:

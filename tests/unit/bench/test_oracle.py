@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from specdec import Engine, SamplingParams, TransformersTarget
+from specdec import Engine, SamplingParams
 from specdec.bench.oracle import Oracle, OraclePoint, sweep_oracle
 from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.errors import ConfigError
+from tests.models import target_for
 
 PROMPT = random_prompt(SHAPES["toy"].vocab_size, 20)
 NEW = 120
@@ -17,7 +18,7 @@ NEW = 120
 
 @pytest.fixture(scope="module")
 def toy() -> Engine:
-    return Engine(TransformersTarget(random_model("toy"), owned=True, execution="fused"))
+    return Engine(target_for(random_model("toy"), execution="fused"))
 
 
 @pytest.fixture(scope="module")

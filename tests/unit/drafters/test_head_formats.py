@@ -342,7 +342,8 @@ def test_another_targets_head_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["kangaroo.adapter", "medusa.heads"])
 def test_a_quantised_copy_is_told_whose_weights_to_try(option: str) -> None:
     """A model of the same class and sizes, with other weights."""
-    copy: Any = SimpleNamespace(name="LlamaForCausalLM", num_layers=16, hidden_size=192, vocab_size=4096)
+    sizes = {"num_layers": 16, "hidden_size": 192, "vocab_size": 4096}
+    copy: Any = SimpleNamespace(name="LlamaForCausalLM", named_weights=lambda: (), **sizes)
     drafter = option.partition(".")[0]
     with pytest.raises(
         CheckpointError, match=rf"for a quantised copy, {option}=\S+-{drafter} with {drafter}\.check_target=false"

@@ -28,7 +28,7 @@ from specdec.step import device_copies
 from specdec.step.tree import Draft
 from tests import seam
 from tests.fakes import Spy
-from tests.models import new_model, prompt_of, random_adapter
+from tests.models import live, new_model, prompt_of, random_adapter, target_for
 from training.kangaroo import NewAdapter, new_adapter
 
 LAYER = 1
@@ -67,18 +67,18 @@ def adapter_of(
 
 
 @pytest.fixture(scope="module")
-def shallow_target() -> TransformersTarget:
+def shallow_target() -> Any:
     """A model whose layers behind the exit add nothing, so that an adapter that adds nothing is always right."""
     model = new_model("llama")
     with torch.no_grad():
         for layer in model.model.layers[LAYER:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    return TransformersTarget(model, execution="fused")
+    return target_for(model, execution="fused")
 
 
 @pytest.fixture
-def perfect(shallow_target: TransformersTarget, tmp_path: Path) -> Callable[..., Watched]:
+def perfect(shallow_target: Any, tmp_path: Path) -> Callable[..., Watched]:
     def make(**options: Any) -> Watched:
         random_adapter(shallow_target, tmp_path, exit_layer=LAYER)  # its output projection starts at zero
         options.setdefault("eta", 0.0)
@@ -172,7 +172,7 @@ def test_packed_texts_do_not_see_each_other() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("acceptance", ["greedy", "match", "reject"])
 def test_a_perfect_adapter_has_every_draft_accepted(
-    perfect: Callable[..., Watched], shallow_target: TransformersTarget, acceptance: str
+    perfect: Callable[..., Watched], shallow_target: Any, acceptance: str
 ) -> None:
     sampling = SamplingParams() if acceptance == "greedy" else SamplingParams(temperature=1.0, acceptance=acceptance)
     prompt = prompt_of(9)
@@ -180,9 +180,7 @@ def test_a_perfect_adapter_has_every_draft_accepted(
     assert found.stats.acceptance_lengths == [4] * 6
 
 
-def test_a_round_ends_where_confidence_ends(
-    perfect: Callable[..., Watched], shallow_target: TransformersTarget
-) -> None:
+def test_a_round_ends_where_confidence_ends(perfect: Callable[..., Watched], shallow_target: Any) -> None:
     found = Engine(shallow_target, None, perfect(gamma=5, eta=1.0)).generate(prompt_of(9), 12)
     assert found.stats.rows == [2] * 6  # the first guess is made and verified, and no other
 
@@ -190,7 +188,7 @@ def test_a_round_ends_where_confidence_ends(
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("slope", "rows"), [(0.0, 6), (0.1, None), (2.0, 1)])
 def test_a_round_ends_where_drafts_do_not_pay(
-    perfect: Callable[..., Watched], shallow_target: TransformersTarget, slope: float, rows: int | None
+    perfect: Callable[..., Watched], shallow_target: Any, slope: float, rows: int | None
 ) -> None:
     """Without eta: free rows are drafted to the end, dear ones dropped, and what is right is trusted further."""
     drafter = perfect(gamma=5)
@@ -212,7 +210,7 @@ def test_a_round_ends_where_drafts_do_not_pay(
 )
 def test_on_a_device_guesses_of_before_say_how_many_pay(
     perfect: Callable[..., Watched],
-    shallow_target: TransformersTarget,
+    shallow_target: Any,
     target_of: Callable[..., TransformersTarget],
     slope: float,
     right: tuple[int, int],
@@ -233,7 +231,7 @@ def test_on_a_device_guesses_of_before_say_how_many_pay(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_alternatives_are_verified_where_their_rows_pay(shallow_target: TransformersTarget, temperature: float) -> None:
+def test_alternatives_are_verified_where_their_rows_pay(shallow_target: Any, temperature: float) -> None:
     """Without eta, at any guess of a round; the text and the adapter's cache stay plain decoding's."""
     sampling, prompt, drafts = SamplingParams(temperature=temperature), prompt_of(9), list[Draft]()
     drafter = Watched(KangarooConfig(gamma=3, branch=3), often_right(), shallow_target)
@@ -278,11 +276,11 @@ def often_right() -> Adapter:
     return adapter
 
 
-def test_what_a_draft_costs(shallow_target: TransformersTarget, tmp_path: Path) -> None:
+def test_what_a_draft_costs(shallow_target: Any, tmp_path: Path) -> None:
     """By the weights that are read: two of three layers, the adapter, and eight of the head's 32 rows."""
     adapter = random_adapter(shallow_target, tmp_path, exit_layer=2, draft_vocab=8)
     made = Kangaroo.build(KangarooConfig(adapter=str(tmp_path)), shallow_target)
-    layers = sum(weight.numel() for layer in shallow_target.layers for weight in layer.parameters())
+    layers = sum(weight.numel() for layer in live(shallow_target).model.layers for weight in layer.parameters())
     own = sum(weight.numel() for weight in adapter.parameters())
     assert made.shallow_weights == pytest.approx(layers * 2 / 3)
     assert made.guess_weights == own + 8 * 32
@@ -290,7 +288,7 @@ def test_what_a_draft_costs(shallow_target: TransformersTarget, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
-def test_draws_without_replacement_follow_q(shallow_target: TransformersTarget, depth: int) -> None:
+def test_draws_without_replacement_follow_q(shallow_target: Any, depth: int) -> None:
     """Ordered pairs by chi-square: P(a, b) = q(a) q(b) / (1 - q(a)); a token without probability never comes."""
     q = torch.tensor([0.0, 0.5, 0.3, 0.0, 0.2], dtype=torch.float64)
     counts: dict[tuple[int, ...], int] = {}
@@ -316,9 +314,7 @@ def test_draws_end_where_probability_ends() -> None:
     assert int(session._choice(q * 0)) == -1
 
 
-def test_alternatives_of_the_last_guess_are_siblings(
-    perfect: Callable[..., Watched], shallow_target: TransformersTarget
-) -> None:
+def test_alternatives_of_the_last_guess_are_siblings(perfect: Callable[..., Watched], shallow_target: Any) -> None:
     drafter = perfect(gamma=5, eta=1.0, branch=3)
     decoding = Engine(shallow_target, None, drafter).start(prompt_of(9), 20)
     with shallow_target.active():
@@ -374,7 +370,7 @@ def check_cache(session: KangarooSession, target: TransformersTarget, tokens: li
 
 
 def test_the_adapters_cache_is_that_of_the_text(
-    shallow_target: TransformersTarget, target_of: Callable[..., TransformersTarget]
+    shallow_target: Any, target_of: Callable[..., TransformersTarget]
 ) -> None:
     """After steps of full, partial and no acceptance, and the plain steps that a small room makes."""
     for target in (shallow_target, target_of("llama", execution="fused")):
@@ -393,21 +389,21 @@ def test_the_adapters_cache_is_that_of_the_text(
 
 
 def test_no_shallow_layer_runs_twice_for_a_row(
-    perfect: Callable[..., Watched], shallow_target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+    perfect: Callable[..., Watched], shallow_target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts, run = {0: 0, LAYER: 0}, shallow_target.runner.run
+    counts, run = {0: 0, LAYER: 0}, shallow_target.executor._through
 
     def counted(hidden: Any, rows: Any, first: int, last: int, taps: Any) -> Any:
         for layer in counts:
             counts[layer] += rows.rows * (first <= layer < last)
         return run(hidden, rows, first, last, taps)
 
-    monkeypatch.setattr(shallow_target.runner, "run", counted)
+    monkeypatch.setattr(shallow_target.executor, "_through", counted)
     found = Engine(shallow_target, None, perfect(gamma=3)).generate(prompt_of(9), 24)
     assert counts[0] == counts[LAYER] == 8 + sum(found.stats.rows)  # 8: the prompt but its last token
 
 
-def test_early_exit_needs_no_adapter(shallow_target: TransformersTarget) -> None:
+def test_early_exit_needs_no_adapter(shallow_target: Any) -> None:
     """Where later layers add nothing, the target's own norm and head are right from the exit on."""
     engine = Engine(shallow_target, None, {"name": "kangaroo", "exit_layer": LAYER, "eta": 0.0, "gamma": 3})
     found = engine.generate(prompt_of(9), 24)

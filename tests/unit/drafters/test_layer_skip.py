@@ -26,7 +26,7 @@ from specdec.native import library as native
 from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput
 from specdec.target import Forward
 from tests import seam
-from tests.models import greedy, model_of, new_model, prompt_of, target_of
+from tests.models import greedy, model_of, new_model, prompt_of, target_for, target_of
 from tests.quantised_files import quantised_file
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -57,7 +57,7 @@ WIDE: dict[str, Any] = {"head_dim": 16, "intermediate_size": 48}  # as native la
 @cache
 def packed(family: str = "llama") -> TransformersTarget:
     """A target whose weights are laid out anew."""
-    return TransformersTarget(new_model(family, torch.float32, **WIDE), execution="native", owned=True)
+    return target_for(new_model(family, torch.float32, **WIDE), execution="native")
 
 
 SKIPS = [
@@ -111,8 +111,8 @@ def test_native_halves_make_the_whole_layer(family: str, tmp_path: Path) -> None
         target = TransformersTarget.from_pretrained(file, dtype="float32", activations=rounded)
     else:
         model = new_model(family, torch.float32, **WIDE)
-        target = TransformersTarget(model, execution="native", owned=True)
-    assert target.runner.name == "native"
+        target = target_for(model, execution="native")
+    assert target.options["runner"] == "native"
     own, other = (seam.text(target, capacity=16, rows=8) for _ in range(2))
     for tokens in (PROMPT[:5], PROMPT[5:9]):
         given = target.embed(tokens)
@@ -154,37 +154,6 @@ def test_no_token_depends_on_what_is_left_out(family: str) -> None:
     assert [one.token_ids for one in engine.generate_batch([PROMPT, other], 20, hot)] == plain
 
 
-def test_half_layers_leave_the_model_as_it_is() -> None:
-    """They share its weights, and none of its modules is replaced."""
-    model = new_model("llama")
-    before = {name: id(module) for name, module in model.named_modules()}
-    target = TransformersTarget(model, execution="fused")
-    logits = run(target, Skip.of((), mlp=[0, 1, 2]), [seam.text(target).rows(PROMPT)])[0]
-    assert {name: id(module) for name, module in model.named_modules()} == before
-    model.model.layers[0].self_attn.o_proj.weight.data.mul_(2)
-    again = run(target, Skip.of((), mlp=[0, 1, 2]), [seam.text(target).rows(PROMPT)])[0]
-    assert not torch.equal(logits, again)
-
-
-def test_layers_with_hooks_are_left_out_whole_only() -> None:
-    """A hook may stand for the layer's forward, accelerate's for one; then no part can be cut out. Transformers' hooks
-    that hidden states were asked for with only look.
-    """
-    model = new_model("llama")
-    model(torch.tensor([PROMPT]), output_hidden_states=True)
-    assert TransformersTarget(model, execution="fused").half_layers("mlp") is not None
-    model.model.layers[1].register_forward_hook(lambda *_: None)
-    target = TransformersTarget(model, execution="fused")
-    assert target.half_layers("mlp") is None
-    assert assumed(target).mlp is None
-    skip = best_skip(target, PROMPT, 4, assumed(target))
-    assert skip.attention == skip.mlp
-    with pytest.raises(
-        ConfigError, match=r"skip_mlp is \[0\], and this model's layers cannot be run without their mlp"
-    ):
-        make_drafter({"name": "layer_skip", "skip_mlp": [0]}, target)
-
-
 def test_runs_are_as_few_as_can_be() -> None:
     assert Skip.of([2], attention=[3], mlp=[4, 5]).plan(8).runs(0, 8) == [
         (Part.BOTH, 0, 2), (Part.MLP, 3, 4), (Part.ATTENTION, 4, 6), (Part.BOTH, 6, 8)
@@ -217,7 +186,7 @@ def silent(*parts: str) -> TransformersTarget:
     model: Any = new_model("llama")
     for part in parts:
         model.get_submodule(f"model.layers.{part}").weight.data.zero_()
-    return TransformersTarget(model, execution="fused")
+    return target_for(model, execution="fused")
 
 
 def test_parts_that_do_nothing_are_left_out() -> None:
@@ -308,7 +277,7 @@ def test_the_times_of_parts_are_told_apart() -> None:
     watched: Any = SimpleNamespace(
         active=target.active, new_cache=target.new_cache, context_length=99, num_layers=3, device=target.device,
         backend=target.backend, embed=target.embed, norm=target.norm, head=Timed(target.head, 1.0),
-        forward=forward, half_layers=target.half_layers,
+        forward=forward,
     )  # fmt: skip
     assert measure(watched, clock=lambda: now[0]) == Times(layers=6.0, head=1.0, attention=2.0, mlp=5.0)
 

@@ -25,7 +25,7 @@ from specdec.native.library import library
 from specdec.sampling.noise import Noise
 from specdec.step.tree import Draft
 from tests.fakes import Spy
-from tests.models import prompt_of, random_heads
+from tests.models import live, prompt_of, random_heads
 from training.acceptance import Written
 from training.data import Sample
 from training.medusa import Config, MedusaTraining, NewHeads, ahead, new_heads, started_heads
@@ -140,9 +140,9 @@ def test_draft_is_what_the_heads_say_of_the_position_before_the_root(
     found = Engine(target, None, Spy(drafter, drafts.append), prefill_chunk=5).generate(PROMPT, 30, sampling)
     text = [*PROMPT, *found.token_ids]
     with torch.no_grad():
-        hidden = target.decoder(torch.tensor([text])).last_hidden_state[0]
+        hidden = live(target).get_decoder()(torch.tensor([text])).last_hidden_state[0]
         if sees_root:
-            embedded = target.model.get_input_embeddings()(torch.tensor(text))[1:]
+            embedded = live(target).get_input_embeddings()(torch.tensor(text))[1:]
             hidden = torch.cat((hidden[:-1], embedded / embedded.square().mean(-1, keepdim=True).sqrt()), 1)
         logits = [guess if own_head else target.head(guess) for guess in heads(hidden)]
     root, noise = len(PROMPT) - 1, Noise(5, 32, torch.device("cpu"))
@@ -252,7 +252,7 @@ def test_the_tree_grows_by_what_the_heads_promise_and_rows_cost(
     drafter, drafts = drafter_of(target, tmp_path, heads=2), list[Draft]()
     costs = CostCurve(machine={}, rows=[1, 101], lengths=[1], seconds=[[1.0, 1.0 + 100 * slope]])
     Engine(target, None, Spy(drafter, drafts.append), costs=costs, max_rows=max_rows).generate(PROMPT, 8)
-    hidden = target.decoder(torch.tensor([PROMPT[:-1]])).last_hidden_state[0, -1:].detach()
+    hidden = live(target).get_decoder()(torch.tensor([PROMPT[:-1]])).last_hidden_state[0, -1:].detach()
     first, second = (dict(zip(*own, strict=True)) for own in drafter.lists([(State(hidden, 0, PROMPT[-1]), None)])[0])
     worth = {(token,): 0.8 * chance for token, chance in first.items()}
     worth |= {(token, after): worth[token,] * 0.8 * chance for (token,) in [*worth] for after, chance in second.items()}
@@ -433,11 +433,11 @@ def test_loss_is_the_papers(target_of: Callable[..., TransformersTarget], labels
     batch = pack([Sample(text, [True] * 12, False)], 12).at(np.array([0]))
     config = Config(data=["stdlib"], tree=[[0]], labels=labels)
     found = MedusaTraining(heads, target, [], config).loss(heads, batch)
-    hidden = target.decoder(torch.tensor([text])).last_hidden_state[0]
+    hidden = live(target).get_decoder()(torch.tensor([text])).last_hidden_state[0]
     own = torch.softmax(target.head(hidden), -1)
     expected = torch.zeros(())
     if sees_root:
-        embedded = target.model.get_input_embeddings()(torch.tensor(text)).roll(-1, 0)  # of the last nothing is asked
+        embedded = live(target).get_input_embeddings()(torch.tensor(text)).roll(-1, 0)  # of the last nothing is asked
         hidden = with_roots(hidden, embedded)
     for k, guess in enumerate(heads(hidden), 1):
         logs = torch.log_softmax(target.head(guess), -1)

@@ -22,7 +22,7 @@ from specdec.drafting.registry import make_drafter
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
 from tests import heads, seam
-from tests.models import VOCAB, new_model, prompt_of
+from tests.models import VOCAB, new_model, prompt_of, target_for
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 SIZE, PROMPT, NEW = 32, prompt_of(9), 30
@@ -65,7 +65,7 @@ def _wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def target_of(dtype: torch.dtype) -> TransformersTarget:
-    return TransformersTarget(new_model("llama", dtype, head_dim=16), execution="native", owned=True)
+    return target_for(new_model("llama", dtype, head_dim=16), execution="native")
 
 
 def steps(kind: str, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[ChainStep]:

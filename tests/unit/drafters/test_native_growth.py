@@ -19,7 +19,6 @@ from specdec import Engine, SamplingParams
 from specdec.costs.curve import CostCurve
 from specdec.drafter import Context, Observation
 from specdec.drafting.registry import make_drafter
-from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
 from specdec.runners import half_layers
 from specdec.runners.linear import PackedWeight
@@ -27,7 +26,7 @@ from specdec.sampling.noise import Noise
 from specdec.step.forward_passes import run_all
 from specdec.step.tree import Draft
 from tests import heads
-from tests.models import VOCAB, new_model, prompt_of
+from tests.models import VOCAB, new_model, prompt_of, target_for
 from tests.unit.drafters.test_native_chain import KINDS, SIZE, _wide_heads, target_of
 from tests.unit.native.test_blocks import level
 
@@ -240,9 +239,7 @@ def test_a_head_without_numbers_drafts_nothing(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_token_without_an_embedding_is_an_error(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft can be asked for again, as nothing of it is kept. A tied embedding is packed, as the head is."""
-    target = TransformersTarget(
-        new_model("llama", torch.bfloat16, head_dim=16, tie_word_embeddings=tied), execution="native", owned=True
-    )
+    target = target_for(new_model("llama", torch.bfloat16, head_dim=16, tie_word_embeddings=tied), execution="native")
     assert isinstance(target.embedding_rows, PackedWeight) == tied
     both = Both(drafter_of("trained", torch.bfloat16, tmp_path, target, **ALWAYS), 1, GREEDY, monkeypatch)
     right, both.context.tokens[-1] = both.context.tokens[-1], VOCAB

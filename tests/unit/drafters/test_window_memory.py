@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from specdec import Engine
 from specdec.step.cache import KVCache, LayerSpec
 from tests.fakes import Oracle, Spy
-from tests.models import VOCAB, WINDOW, greedy, model_of, prompt_of, target_of
+from tests.models import VOCAB, WINDOW, greedy, live, model_of, prompt_of, target_of
 from tests.tiers import each_once
 
 ROWS = 12
@@ -156,7 +156,7 @@ def test_prefill_makes_no_logits() -> None:
     """[n, V] logits of the prompt would be the largest tensor of all."""
     calls: list[int] = []
     target = target_of("llama", execution="modules")
-    hook = target.model.lm_head.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    hook = live(target).lm_head.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
     try:
         Engine(target).generate(prompt_of(40), 3)
     finally:

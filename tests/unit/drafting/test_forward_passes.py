@@ -25,7 +25,7 @@ from specdec.errors import DraftError
 from specdec.native import library as native
 from specdec.step.forward_passes import Pass, Passes, run_together, waiting_for
 from tests.fakes import Reciter
-from tests.models import new_model, prompt_of, random_adapter, random_heads, target_of
+from tests.models import new_model, prompt_of, random_adapter, random_heads, target_for, target_of
 from tests.tiers import each_once
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -37,7 +37,7 @@ SIZES = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_v
 
 def native_target(dtype: torch.dtype, seed: int = 1) -> TransformersTarget:
     model = new_model("llama", dtype, seed=seed, **SIZES)
-    return TransformersTarget(model, execution="native", owned=True)
+    return target_for(model, execution="native")
 
 
 def drafter_of(name: str, target: TransformersTarget, tmp: Path, model: TransformersTarget | None = None) -> Drafter:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning, TransformersTarget
+from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning
 from specdec.costs.curve import roofline
 from specdec.costs.policy import AcceptancePolicy
 from specdec.costs.prices import UNBATCHED, BatchLoad
@@ -30,7 +30,7 @@ from specdec.step.step_io import Entering, StepInput
 from specdec.target import FINAL, run_steps
 from tests import models, seam
 from tests.fakes import Drawing, Reciter, Scripted
-from tests.models import prompt_of, target_of
+from tests.models import prompt_of, target_for, target_of
 
 HOT = SamplingParams(temperature=0.8, seed=3)
 
@@ -416,7 +416,7 @@ def test_rows_are_dearer_in_a_crowd() -> None:
 def test_rows_of_several_sequences_are_each_one_s_own_bit_for_bit(family: str, dtype: torch.dtype) -> None:
     """A tree, a lone root, a chunk of a prompt over several groups of rows, a ring that has turned; on any threads."""
     sizes = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    target = TransformersTarget(models.new_model(family, dtype, **sizes), execution="native", owned=True)
+    target = target_for(models.new_model(family, dtype, **sizes), execution="native")
     tree = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
 
     drafts = (tree, Draft.chain([4]), Draft.chain(prompt_of(19)), tree)

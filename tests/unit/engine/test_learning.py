@@ -20,11 +20,10 @@ from specdec.drafting.registry import make_drafter
 from specdec.engine import clocks, decoding, learning
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
-from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
 from specdec.step import device_copies
 from tests.fakes import Reciter, Scripted
-from tests.models import new_model, prompt_of, settings_of, target_of
+from tests.models import new_model, prompt_of, settings_of, target_for, target_of
 from tests.tiers import each_once
 
 PACKAGE = Path(specdec.__file__).parent
@@ -164,7 +163,7 @@ def test_a_drafter_at_rest_costs_what_none_does(
 ) -> None:
     """Forwards of as many rows, for as many logits and without hidden states; as many operations and calls of C."""
     model, forwards = new_model("qwen3", dtype), list[Any]()
-    target = TransformersTarget(model, execution=execution, owned=True)  # of the library that is loaded now
+    target = target_for(model, execution=execution)  # of the library that is loaded now
     plain = operations(Engine(target, None, "none"), sampling, forwards)
     assert any("specdec_run_layers" in calls for calls in plain[1][:-1]) == (execution == "native")
     expected = [*forwards]

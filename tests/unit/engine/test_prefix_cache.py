@@ -22,7 +22,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.native.library import library
 from specdec.step.cache import Slots
 from tests.fakes import Oracle, Reciter, Spy
-from tests.models import FAMILIES, VOCAB, greedy, new_model, prompt_of, settings_of, target_of
+from tests.models import FAMILIES, VOCAB, greedy, new_model, prompt_of, settings_of, target_for, target_of
 from tests.tiers import FEW, matrix
 
 SIZES = {"max_rows": 24, "prefill_chunk": 16}
@@ -211,9 +211,7 @@ def test_hidden_states_of_a_step_that_was_missed(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("mistral", torch.bfloat16)])
 def test_native_layers_keep_every_bit(family: str, dtype: torch.dtype) -> None:
     """Keys, values and logits of a text that goes on from trees, against one prefill of it."""
-    target = TransformersTarget(
-        new_model(family, dtype, head_dim=16, intermediate_size=64), execution="native", owned=True
-    )
+    target = target_for(new_model(family, dtype, head_dim=16, intermediate_size=64), execution="native")
     prompt, seen = prompt_of(40), []
 
     def on_seen(context: Any, observation: Any) -> None:

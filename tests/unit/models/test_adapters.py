@@ -70,18 +70,6 @@ def test_an_adapter_anywhere_is_followed(name: str, tied: bool) -> None:
     assert text_of(tuned, custom_generate=loop) == expected
 
 
-def test_dropout_around_known_layers_is_off_while_the_model_trains() -> None:
-    """Native layers, between an embedding and a head that only their own modules can run."""
-    model = models.new_model("llama", torch.float32, **SIZES)
-    config = peft.LoraConfig(r=4, init_lora_weights=False, lora_dropout=0.5, target_modules=["embed_tokens", "lm_head"])
-    peft.inject_adapter_in_model(config, model)
-    expected = text_of(model.eval())
-    engine = Engine(TransformersTarget(model, execution="native"))
-    model.train()
-    assert engine.generate(PROMPT, NEW).token_ids == expected
-    assert all(module.training for module in model.modules())
-
-
 SWITCHES: dict[str, Callable[[Any], object]] = {
     "another is set": lambda model: model.set_adapter("second"),
     "disabled": lambda model: model.base_model.disable_adapter_layers(),

@@ -179,26 +179,14 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a class that samples": (set_class(Samples), "_sample of this Samples is Samples's own"),
 }
-AROUND: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a class that is called": (set_class(Calls), "__call__ of this Calls is Calls's own"),
-    "a forward": (set_forward, "the forward of this LlamaForCausalLM was replaced by set_forward.*lambda"),
-    "a decoder's forward": (set_decoder_forward, "the forward of this LlamaModel was replaced by"),
-    "a decoder's hook": (
-        lambda model: model.model.register_forward_hook(lambda *given: None),
-        "this LlamaModel has the forward hook",
-    ),
-    "a hook": (
-        lambda model: model.register_forward_hook(lambda module, given, output: fewer(output)),
-        "this LlamaForCausalLM has the forward hook .*put it on a module inside",
-    ),
-    "a hook that only looks": (
-        lambda model: model.register_forward_hook(lambda module, given, output: None),
-        "this LlamaForCausalLM has the forward hook",
-    ),
-    "a hook before": (
-        lambda model: model.register_forward_pre_hook(lambda *given: given[1:], with_kwargs=True),
-        "this LlamaForCausalLM has the forward hook",
-    ),
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "a class that is called": set_class(Calls),
+    "a forward": set_forward,
+    "a decoder's forward": set_decoder_forward,
+    "a decoder's hook": lambda model: model.model.register_forward_hook(lambda *given: None),
+    "a hook": lambda model: model.register_forward_hook(lambda module, given, output: fewer(output)),
+    "a hook that only looks": lambda model: model.register_forward_hook(lambda module, given, output: None),
+    "a hook before": lambda model: model.register_forward_pre_hook(lambda *given: given[1:], with_kwargs=True),
 }
 
 
@@ -223,21 +211,15 @@ def test_what_is_done_around_the_model_is_refused(change: str) -> None:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("change", AROUND)
-def test_what_is_done_around_the_layers_is_followed_by_whole_forwards(change: str) -> None:
-    """Whether the target was made before or afterwards; fused layers refuse it."""
+def test_what_is_done_around_the_layers_is_followed(change: str) -> None:
+    """Whether the target was made before or afterwards."""
     model: Any = new_model("llama")
-    before, fused = TransformersTarget(model), TransformersTarget(model, execution="fused")
-    apply, message = AROUND[change]
-    apply(model)
+    before = TransformersTarget(model)
+    AROUND[change](model)
     expected = reference(model, PROMPT, 8)
     for target in (before, TransformersTarget(model)):
-        assert target.runner.name == "modules"
         assert Engine(target, drafter="lookahead").generate(PROMPT, 8).token_ids == expected
     assert text(model, custom_generate=loop(target=before), max_new_tokens=8) == expected
-    with pytest.raises(ConfigError, match=f"execution='fused' cannot run this model: .*{message}"):
-        TransformersTarget(model, execution="fused")
-    with pytest.raises(TargetError):
-        Engine(fused).generate(PROMPT, 4)
 
 
 def test_a_patch_of_the_class_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +249,7 @@ def test_a_compiled_forward_is_the_model_s_own() -> None:
     model: Any = new_model("llama")
     expected = reference(model, PROMPT, 4)
     model.forward = torch.compile(model.forward, backend="eager")
-    assert Engine(TransformersTarget(model, execution="fused")).generate(PROMPT, 4).token_ids == expected
+    assert Engine(TransformersTarget(model)).generate(PROMPT, 4).token_ids == expected
 
 
 class Wrapper(nn.Module):

@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 from specdec import TransformersTarget
 from specdec.errors import CheckpointError, ConfigError
 from specdec.native import library as native
-from specdec.runners.linear import PackedLinear
 from tests.bitsandbytes_files import bitsandbytes_checkpoint
-from tests.packed_checkpoints import assert_blocks_are, assert_weights_are, edit, load
+from tests.packed_checkpoints import assert_blocks_are, assert_weights_are, blocks_of, edit, load, weights_of
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
@@ -70,7 +69,7 @@ def test_the_definition_is_the_package_s_own(tmp_path: Path) -> None:
         edit(tmp_path, put)
         for in_blocks in (True, False):
             model, _ = load(tmp_path, "float32", in_blocks=in_blocks)
-            assert torch.equal(model.state_dict()[place], expected), (kind, in_blocks)
+            assert torch.equal(weights_of(model)[place], expected), (kind, in_blocks)
 
 
 @pytest.mark.few(1)
@@ -82,9 +81,9 @@ def test_all_families_run_natively(family: str, kind: str, size: int, tmp_path: 
     sizes = {"head_dim": 32} if family in ("qwen3", "gemma2", "gemma3") else {}
     expected = bitsandbytes_checkpoint(tmp_path, kind=kind, size=size, family=family, tie_word_embeddings=True, **sizes)
     target = TransformersTarget.from_pretrained(tmp_path)
-    assert (target.runner.name, target.dtype) == ("native", torch.bfloat16)
+    assert (target.options["runner"], target.dtype) == ("native", torch.bfloat16)
     assert "(bitsandbytes) in blocks: 21 matrices" in str(target.describe()["model"]["weights"])
-    for name, weight in target.plain_model().state_dict().items():
+    for name, weight in weights_of(target).items():
         assert torch.equal(weight, expected[name].bfloat16()), name
 
 
@@ -97,13 +96,13 @@ def test_what_is_not_quantised_stays_dense(tmp_path: Path) -> None:
     sizes = {"hidden_size": 96, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 1}
     expected = bitsandbytes_checkpoint(tmp_path, kept=kept, settings={"llm_int8_skip_modules": [*kept]}, **sizes)
     target = TransformersTarget.from_pretrained(tmp_path, dtype="float32")
-    assert target.runner.name == "native"
+    assert target.options["runner"] == "native"
     model, told = load(tmp_path, "float32")
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-    assert packed["lm_head"].store.parts[0].format.name == "NF4_32"
+    packed = blocks_of(model)
+    assert packed["lm_head.weight"].parts[0].format.name == "NF4_32"
     assert len(packed) == 14  # not every down_proj, nor what is multiplied together with a dense matrix
     assert "14 matrices" in told
-    for name, weight in target.plain_model().state_dict().items():
+    for name, weight in weights_of(target).items():
         assert torch.equal(weight, expected[name]), name
 
 
@@ -113,7 +112,7 @@ def test_codes_are_bytes_whatever_dtype_stores_them(storage: torch.dtype, tmp_pa
     """`bnb_4bit_quant_storage`: bytes viewed as another dtype, as shards of a training need it."""
     expected = bitsandbytes_checkpoint(tmp_path, storage=storage)
     model, _ = load(tmp_path, "float32")
-    for name, weight in model.state_dict().items():
+    for name, weight in weights_of(model).items():
         assert torch.equal(weight, expected[name]), name
 
 
@@ -124,7 +123,7 @@ def test_a_config_alone_quantises_nothing(
 ) -> None:
     """Transformers, with the package or without, takes dense weights beside such a config for quantised ones."""
     if there:
-        monkeypatch.setattr("specdec.models.quantised_checkpoint.find_spec", lambda name: name)
+        monkeypatch.setattr("specdec.decoder.weights.quantised.find_spec", lambda name: name)
     bitsandbytes_checkpoint(tmp_path, kind="int8" if bits == 8 else "nf4", kept=("weight",))
     for options in ({}, {"dtype": "float16"}, {"in_blocks": False}):
         with pytest.raises(CheckpointError, match="none of its tensors is a quant_state or SCB; remove"):

@@ -48,7 +48,7 @@ def changed(at: int, kind: str, value: int) -> Callable[[bytearray], None]:
         (changed(4, "<Q", 255), r"is \[256, 255\], in blocks of"),
         (changed(4, "<Q", 0), r"is \[256, 0\]"),
         (changed(12, "<Q", 1 << 50), "ends after|share bytes"),
-        (changed(12, "<Q", 128), "1 misshapen, such as model.layers.0.self_attn.q_proj.weight"),
+        (changed(12, "<Q", 128), "1 misshapen, such as blk.0.attn_q.weight"),
         (lambda data: struct.pack_into("<Q", data, 8, 1 << 40), "as GGUF"),
         (lambda data: struct.pack_into("<Q", data, 8, 3), "says llama.block_count 3 and has tensors of 1 layers"),
         (lambda data: struct.pack_into("<Q", data, 16, 1 << 60), "as GGUF"),

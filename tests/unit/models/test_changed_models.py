@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -23,10 +21,8 @@ from transformers.models.llama import modeling_llama as llama
 from specdec import Engine, PrefixCache, TransformersTarget
 from specdec.errors import TargetError
 from specdec.native.library import library
-from specdec.runners.snapshot import Snapshot
 from specdec.step.cache import KVCache, LayerSpec
 from tests import models, seam
-from tests.tiers import each_once
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # that the native library has code for
 PROMPT = models.prompt_of(21)
@@ -200,21 +196,18 @@ def edits() -> Iterator[pytest.MonkeyPatch]:
             hooks.clear()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("execution", "edit"), each_once(["modules", "fused", "native"], EDITS))
-def test_the_text_is_the_changed_models_or_what_changed_is_named(execution: str, edit: str) -> None:
+@pytest.mark.few(3)
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_text_is_the_changed_models_or_what_changed_is_named(edit: str) -> None:
     """With a prefix cache of before as without one, where weights are others, and else once it is cleared."""
-    if execution == "native" and library() is None:
-        pytest.skip("no C compiler works here")
     change, told, follows = EDITS[edit]
     model, kept = model_of(), PrefixCache()
-    engine = Engine(TransformersTarget(model, execution=execution))
+    engine = Engine(TransformersTarget(model))
     before, version = engine.generate(PROMPT, 30, prefix_cache=kept).token_ids, engine.target.version()
     with edits() as patch:
         torch.manual_seed(3)
         change(model, patch)
-        follows = follows and (execution == "modules" or (execution == "fused" and "head" in told))
-        if execution == "modules" and follows:
+        if follows:
             assert (engine.target.version() == version) == (edit in UNSEEN)
         if engine.target.version() == version:
             kept.clear()
@@ -239,28 +232,19 @@ def _kinds(model: Any) -> None:
     model.config.layer_types[0] = "full_attention"
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("execution", ["modules", "native"])
 @pytest.mark.parametrize("edit", [_cap, _window, _kinds])
-def test_what_a_config_says_while_a_model_runs(edit: Callable[[Any], None], execution: str) -> None:
-    if execution == "native" and library() is None:
-        pytest.skip("no C compiler works here")
+def test_what_a_config_says_while_a_model_runs(edit: Callable[[Any], None]) -> None:
     model = models.new_model("gemma2", torch.float32, layer_types=[*KINDS], **SIZES)
-    engine = Engine(TransformersTarget(model, execution=execution))
+    engine = Engine(TransformersTarget(model))
     engine.generate(PROMPT, 4)
     edit(model)
     with pytest.raises(TargetError, match=r"the (final_logit|sliding_w|layer_t)\w+ of its Gemma2Config is"):
         engine.generate(PROMPT, 4)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("execution", ["modules", "fused", "native"])
-def test_what_changes_no_text_is_let_pass(execution: str, tmp_path: Path) -> None:
-    if execution == "native" and library() is None:
-        pytest.skip("no C compiler works here")
+def test_what_changes_no_text_is_let_pass(tmp_path: Path) -> None:
     model, kept = model_of(), PrefixCache()
-    target = TransformersTarget(model, execution=execution)
-    engine = Engine(target)
+    engine = Engine(TransformersTarget(model))
     expected = engine.generate(PROMPT, 9, prefix_cache=kept).token_ids
     changes: Sequence[Callable[[], object]] = (
         lambda: models.reference(model, PROMPT, 4),
@@ -279,76 +263,11 @@ def test_what_changes_no_text_is_let_pass(execution: str, tmp_path: Path) -> Non
         assert (out.token_ids, out.stats.reused_tokens) == (expected, 20)
 
 
-@pytest.mark.parametrize("execution", ["fused", pytest.param("native", marks=needs_compiler)])
-def test_a_model_that_was_asked_for_hidden_states_runs_as_before(execution: str) -> None:
-    """Transformers leaves hooks in it that only look; a hook of another kind beside them is noticed."""
-    model = model_of()
-    expected = models.reference(model, PROMPT, 9)
-    model(torch.tensor([PROMPT]), output_hidden_states=True)
-    assert model.model.layers[0]._forward_hooks
-    engine = Engine(TransformersTarget(model, execution=execution))
-    assert engine.generate(PROMPT, 9).token_ids == expected
-    model.model.layers[1].register_forward_hook(lambda *_: None)
-    with pytest.raises(TargetError, match="other hooks than before"):
-        engine.generate(PROMPT, 9)
-
-
 def put_back(linear: Any) -> None:
     """Another weight, and again the one of before."""
     weight = linear.weight
     linear.weight = nn.Parameter(torch.zeros(96, 64))
     linear.weight = weight
-
-
-def test_an_address_that_is_used_again() -> None:
-    """Python hands the address of a weight that is gone to the next one, and torch that of its memory."""
-    linear = nn.Linear(64, 96, bias=False)
-    memory = np.zeros((96, 64), np.float32)
-    for where, put in (
-        (lambda: id(linear.weight), lambda: setattr(linear, "weight", nn.Parameter(torch.zeros(96, 64)))),
-        (lambda: linear.weight.data_ptr(), lambda: setattr(linear.weight, "data", torch.from_numpy(memory))),
-    ):
-        put()
-        first, snapshot = where(), Snapshot([linear])
-        assert snapshot.changed() is None
-        for _ in range(10_000):
-            put()
-            assert snapshot.changed() is not None
-            if where() == first:
-                break
-        else:
-            pytest.fail("no address came again, and this shows nothing")
-
-
-def test_one_value_of_many() -> None:
-    linear = nn.Linear(64, 96)
-    for number in range(64):
-        snapshot = Snapshot([linear])
-        with torch.no_grad():
-            linear.weight[7, number] += 1
-        assert snapshot.changed() == "the weight of a Linear was edited"
-
-
-class Wrapped(torch.Tensor):
-    """A tensor whose memory is not its values, as quantised ones have."""
-
-
-def test_another_weight_whose_memory_cannot_be_looked_at() -> None:
-    linear = nn.Linear(64, 96)
-    linear.weight = nn.Parameter(torch.zeros(96, 64).as_subclass(Wrapped))
-    snapshot = Snapshot([linear])
-    assert snapshot.changed() is None
-    linear.weight = nn.Parameter(torch.ones(96, 64).as_subclass(Wrapped))
-    assert snapshot.changed() == "the weight of a Linear is another one"
-
-
-def test_what_was_replaced_is_freed() -> None:
-    linear = nn.Linear(64, 96)
-    snapshot, weight = Snapshot([linear]), weakref.ref(linear.weight)
-    linear.weight = nn.Parameter(torch.zeros(96, 64))
-    gc.collect()
-    assert weight() is None
-    assert snapshot.changed() == "the weight of a Linear is another one"
 
 
 def test_keys_of_another_dtype_are_not_rounded() -> None:
@@ -359,20 +278,6 @@ def test_keys_of_another_dtype_are_not_rounded() -> None:
         TargetError, match=r"layer 0 computes keys in torch.float64, and did so in torch.float32 when its"
     ):
         seam.Text(cache).part([1]).store(keys, keys, 0)
-
-
-@pytest.mark.few(1)
-@pytest.mark.skipif(library() is None, reason="no C compiler works here")
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_target_of_a_model_that_another_one_repacked(tied: bool) -> None:
-    model = models.new_model("llama", torch.float32, tie_word_embeddings=tied, **SIZES)
-    target = TransformersTarget(model, owned=True)
-    assert target.runner.name == "native"
-    expected = Engine(target).generate(PROMPT, 9).token_ids
-    for execution in ("auto", "native"):
-        with pytest.raises(TargetError, match=r"laid out anew by the target that owns it; .* plain_model\(\)"):
-            TransformersTarget(model, execution=execution)
-    assert Engine(TransformersTarget(target.plain_model())).generate(PROMPT, 9).token_ids == expected
 
 
 def test_a_head_without_weights() -> None:

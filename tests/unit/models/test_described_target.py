@@ -1,16 +1,15 @@
-"""A checkpoint as a target by its spec: whole texts are the model's own, and as a live model's layers give them."""
+"""A checkpoint as a target by its spec: whole texts are the model's own; and a live model is copied, or refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specdec import SamplingParams, TransformersTarget
-from specdec.decoder.spec import UnknownDecoder
+from specdec import TransformersTarget
 from specdec.drafting.registry import make_drafter
 from specdec.errors import ConfigError, TargetError
 from specdec.models.described_target import DescribedTarget
@@ -20,7 +19,6 @@ from tests.bitsandbytes_files import bitsandbytes_checkpoint
 from tests.decoders import ALL
 from tests.exactness.targets import engine_of
 from tests.int4_files import int4_checkpoint
-from tests.quantised_files import quantised_file
 
 PROMPT, NEW = (3, 9, 4, 3, 9, 4, 11, 3, 9), 24
 DRAFTERS = ("prompt_lookup", "lookahead", "token_recycling", "kangaroo", "medusa", "jacobi")
@@ -32,7 +30,7 @@ def test_texts_are_those_of_generate(family: str, tmp_path: Path) -> None:
     """By each drafter in turn; windows, experts and soft caps among the families."""
     model = models.new_model(family)
     model.save_pretrained(tmp_path / "model")
-    target = DescribedTarget.from_folder(tmp_path / "model")
+    target = TransformersTarget.from_pretrained(tmp_path / "model")
     drafter = DRAFTERS[ALL.index(family) % len(DRAFTERS)]
     (tmp_path / "drafter").mkdir()
     settings = models.settings_of(drafter, target, tmp_path / "drafter")[0]
@@ -40,31 +38,23 @@ def test_texts_are_those_of_generate(family: str, tmp_path: Path) -> None:
     assert [*found.token_ids] == models.reference(model, PROMPT, NEW)
 
 
-@pytest.mark.skipif(library() is None, reason="no C compiler works here")
-@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.9, seed=5)])
-def test_native_texts_are_those_of_a_live_models_layers(sampling: SamplingParams | None, tmp_path: Path) -> None:
-    models.new_model("qwen3", torch.float32).save_pretrained(tmp_path)
-    texts = []
-    for kind in (TransformersTarget.from_pretrained, DescribedTarget.from_folder):
-        engine = engine_of(kind(tmp_path, execution="native"), "token_recycling", max_rows=24)
-        texts.append([*engine.generate(PROMPT, NEW, sampling).token_ids])
-    assert texts[0] == texts[1]
-
-
 def test_what_it_is_is_told(tmp_path: Path) -> None:
-    models.new_model("gemma3", torch.bfloat16, eos_token_id=[5, 7]).save_pretrained(tmp_path)
-    target = DescribedTarget.from_folder(tmp_path)
+    model = models.new_model("gemma3", torch.bfloat16, eos_token_id=[5, 7])
+    model.save_pretrained(tmp_path)
+    target = TransformersTarget.from_pretrained(tmp_path, execution="fused")
+    assert isinstance(target, DescribedTarget)
     assert (target.dtype, target.eos_ids, target.context_length) == (torch.bfloat16, {5, 7}, 256)
-    told = target.describe()["execution"]
-    assert (told["runner"], told["batch-invariant"][:3]) == ("torch", "no:")
-    live = TransformersTarget.from_pretrained(tmp_path)
-    assert (target.name, target.layer_weights, target.specs) == (live.name, live.layer_weights, live.specs)
+    told, live = target.describe(), TransformersTarget(model)
+    assert (told["execution"]["runner"], told["execution"]["batch-invariant"][:3]) == ("fused", "no:")
+    assert (target.name, target.layer_weights, target.path) == (live.name, live.layer_weights, str(tmp_path))
+    assert told["model"]["parameters"] == live.describe()["model"]["parameters"]
+    assert [spec.window for spec in target.specs] == models.WINDOWS["gemma3"]
 
 
 def test_what_the_library_does_not_run_is_refused(tmp_path: Path) -> None:
     models.new_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="execution='native' cannot run this model: native layers compute in"):
-        DescribedTarget.from_folder(tmp_path, execution="native")
+        TransformersTarget.from_pretrained(tmp_path, execution="native")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
@@ -98,7 +88,7 @@ def scaled(model: Any) -> None:
 def test_a_router_that_chooses_otherwise_is_refused() -> None:
     model: Any = models.new_model("mixtral")
     model.model.layers[1].mlp.gate.top_k = 3
-    with pytest.raises(UnknownDecoder, match=r"layers.1.mlp.gate \(MixtralTopKRouter\) chooses 3 experts"):
+    with pytest.raises(TargetError, match=r"layers.1.mlp.gate \(MixtralTopKRouter\) chooses 3 experts"):
         DescribedTarget.from_model(model)
 
 
@@ -107,62 +97,33 @@ class Other(torch.nn.SiLU):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "says"),
+    ("change", "says"),
     [
-        (hooked, UnknownDecoder, r"model.layers.1.mlp \(LlamaMLP\) has hooks"),
-        (replaced, UnknownDecoder, "model.layers.0.mlp.act_fn is a Other of tests"),
-        (cast, UnknownDecoder, "model.rotary_emb.inv_freq is torch.float64, and not what its config says"),
-        (scaled, TargetError, "a copy of this LlamaForCausalLM computes other logits than the model itself: by"),
+        (hooked, r"model.layers.1.mlp \(LlamaMLP\) has hooks"),
+        (replaced, "model.layers.0.mlp.act_fn is a Other of tests"),
+        (cast, "model.rotary_emb.inv_freq is torch.float64, and not what its config says"),
+        (scaled, "a copy of this LlamaForCausalLM computes other logits than the model itself: by"),
     ],
 )
-def test_a_live_model_that_is_not_as_its_class_makes_it_is_refused(
-    change: Callable[[Any], None], error: type[Exception], says: str
-) -> None:
+def test_a_live_model_that_is_not_as_its_class_makes_it_is_refused(change: Callable[[Any], None], says: str) -> None:
     model = models.new_model("llama")
     change(model)
-    with pytest.raises(error, match=says):
+    with pytest.raises(TargetError, match=says):
         DescribedTarget.from_model(model)
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
 @pytest.mark.parametrize("kind", ["gptq", "awq", "nf4", "int8"])
 def test_quantised_weights_stay_in_their_blocks(kind: str, tmp_path: Path) -> None:
-    """And give the bits of those that a live model holds; without native layers they are what they stand for."""
+    """Without native layers they are what they stand for."""
     family = "qwen2" if kind in ("awq", "int8") else "llama"
     if kind in ("gptq", "awq"):
         int4_checkpoint(tmp_path, method=kind, family=family, group_size=64)
     else:
         bitsandbytes_checkpoint(tmp_path, kind=kind, family=family)
-    live = TransformersTarget.from_pretrained(tmp_path, dtype=torch.float32)
-    blocks = DescribedTarget.from_folder(tmp_path, dtype=torch.float32, execution="native")
-    dense = DescribedTarget.from_folder(tmp_path, dtype=torch.float32)
-    found = [models.logits_of(target, [*PROMPT, *PROMPT], chunk=5) for target in (live, blocks, dense)]
-    assert torch.equal(found[1], found[0])
-    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
-    known = dict(live.named_weights())
-    for target in (blocks, dense):
-        assert all(torch.equal(weight, known[name]) for name, weight in target.named_weights())
-
-
-@pytest.mark.skipif(library() is None, reason="no C compiler works here")
-@pytest.mark.few(3)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3moe"])
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K", "Q8_0"), ("Q8_0", "F16")])
-def test_a_gguf_file_gives_the_bits_of_a_live_model(family: str, kinds: Sequence[str], tmp_path: Path) -> None:
-    path = quantised_file(tmp_path / "model.gguf", kinds, family=family)
-    live = TransformersTarget.from_pretrained(path, dtype=torch.float32)
-    target = DescribedTarget.from_gguf(path, dtype=torch.float32, execution="native")
-    found = [models.logits_of(one, [*PROMPT, *PROMPT], chunk=5) for one in (live, target)]
-    assert live.options["runner"] == "native"
-    assert torch.equal(found[1], found[0])
-    assert (target.eos_ids, target.spec.architecture) == (live.eos_ids, live.name)
-
-
-@pytest.mark.skipif(library() is None, reason="no C compiler works here")
-def test_rows_are_rounded_to_bytes_where_that_was_asked_for(tmp_path: Path) -> None:
-    path, texts = quantised_file(tmp_path / "model.gguf", ("Q4_K", "Q6_K")), [*PROMPT, *PROMPT]
-    live = TransformersTarget.from_pretrained(path, dtype=torch.float32, activations="int8")
-    options: dict[str, Any] = {"dtype": torch.float32, "execution": "native"}
-    rounded, plain = (DescribedTarget.from_gguf(path, int8=own, **options) for own in (True, False))
-    assert torch.equal(models.logits_of(rounded, texts, chunk=5), models.logits_of(live, texts, chunk=5))
-    assert not torch.equal(models.logits_of(rounded, texts, chunk=5), models.logits_of(plain, texts, chunk=5))
+    blocks = TransformersTarget.from_pretrained(tmp_path, dtype=torch.float32, execution="native")
+    dense = TransformersTarget.from_pretrained(tmp_path, dtype=torch.float32, execution="fused")
+    found = [models.logits_of(target, [*PROMPT, *PROMPT], chunk=5) for target in (blocks, dense)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    known = dict(dense.named_weights())
+    assert all(torch.equal(weight, known[name]) for name, weight in blocks.named_weights())

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from specdec import Engine
 from specdec.errors import CheckpointError
-from specdec.models.loading import embedded_model, load_model
+from specdec.models.live_model import load_model
+from specdec.models.loading import embedded_model
 from specdec.models.tokenizer import load_tokenizer
 
 

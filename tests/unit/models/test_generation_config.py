@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsP
 
 from specdec import Engine, SamplingParams, TransformersTarget, custom_generate
 from specdec.errors import SpecdecWarning
-from tests.models import new_model, prompt_of, reference
+from tests.models import live, new_model, prompt_of, reference
 
 PROMPT, NEW = prompt_of(9), 20
 PENALTY = {"repetition_penalty": 1.3, "suppress_tokens": [5, 6, 7, 8, 9, 10, 11, 12]}
@@ -63,8 +63,7 @@ def test_what_says_nothing_is_not_warned_of(options: dict[str, Any], sampling: S
 def test_given_as_processors_it_is_generate_s_text() -> None:
     """The remedies that the warning names."""
     engine = engine_of(**PENALTY)
-    assert isinstance(engine.target, TransformersTarget)
-    model, ids = engine.target.model, torch.tensor([PROMPT])
+    model, ids = live(engine.target), torch.tensor([PROMPT])
     expected = reference(model, PROMPT, NEW)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
     out = model.generate(ids, custom_generate=custom_generate, **options)

@@ -14,7 +14,7 @@ from specdec import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, SpecdecWarning
 from specdec.models.gguf import GgufFile
 from specdec.models.gguf_splits import splitter
-from specdec.models.loading import load_model
+from specdec.models.live_model import load_model
 from specdec.models.tokenizer import load_tokenizer
 from tests.gguf_files import BOS, EOS, PIECES, TOKENS, new_llama, write_gguf, write_pieces
 

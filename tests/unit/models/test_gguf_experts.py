@@ -12,8 +12,8 @@ from specdec import Engine, TransformersTarget
 from specdec.errors import CheckpointError, ConfigError
 from specdec.native import library as native
 from specdec.runners.block_weight import BlockWeight
-from specdec.runners.experts import PackedExperts
 from tests.models import logits_of
+from tests.packed_checkpoints import weights_of
 from tests.quantised_files import quantised_file
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -23,7 +23,7 @@ PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
 TEXT = (PROMPT * 4)[:33]
 
 
-def target_of(file: Path, **options: Any) -> TransformersTarget:
+def target_of(file: Path, **options: Any) -> Any:
     return TransformersTarget.from_pretrained(file, **options)
 
 
@@ -33,12 +33,11 @@ def test_texts_are_those_of_the_dequantised_model(family: str, tmp_path: Path) -
     """In float32, whose blocks stand for the very weights that are dequantised."""
     file = quantised_file(tmp_path / "small.gguf", MIXED, family=family)
     native_target, dense = target_of(file, dtype="float32"), target_of(file, dtype="float32", execution="modules")
-    assert native_target.runner.name == "native"
+    assert native_target.options["runner"] == "native"
     assert str(dense.describe()["model"]["weights"]).startswith("dequantised: another way to run its layers was asked")
-    stores = [module.stores for module in native_target.model.modules() if isinstance(module, PackedExperts)]
-    assert len(stores) == 3
-    assert all(isinstance(store, BlockWeight) for experts in stores for store in experts)
-    assert not any(weight.ndim == 3 for weight in native_target.model.parameters())
+    experts = [kernel for names, kernel in native_target.executor.kernels() if "experts" in names[0]]
+    assert len(experts) >= 3 * 2 * 4
+    assert all(isinstance(kernel, BlockWeight) for kernel in experts)
     texts = [Engine(target, None, "lookahead").generate(PROMPT, 30).token_ids for target in (native_target, dense)]
     assert texts[0] == texts[1]
     told = native_target.describe()
@@ -70,8 +69,8 @@ def test_experts_of_other_kinds_are_held_as_before(family: str, kinds: tuple[str
     """Those that are not all in blocks are dense, and hold what the file says."""
     file = quantised_file(tmp_path / "small.gguf", kinds, family=family)
     target, dense = target_of(file, dtype="float32"), target_of(file, dtype="float32", execution="modules")
-    assert target.runner.name == "native"
-    own, theirs = target.plain_model().state_dict(), dense.model.state_dict()
+    assert target.options["runner"] == "native"
+    own, theirs = weights_of(target), weights_of(dense)
     assert own.keys() == theirs.keys()
     assert all(torch.equal(weight, theirs[name]) for name, weight in own.items())
 
@@ -92,12 +91,12 @@ def test_a_file_without_some_experts_is_refused_by_name(family: str, tmp_path: P
     file = quantised_file(tmp_path / "small.gguf", family=family)
     blob = file.read_bytes()
     file.write_bytes(blob.replace(b"blk.1.ffn_up_exps.weight", b"blk.1.ffn_up_expz.weight"))
-    with pytest.raises(CheckpointError, match=r"tensors 1 missing, such as blk\.1\.ffn_up_exps\.weight"):
+    with pytest.raises(CheckpointError, match=r"missing, such as blk\.1\.ffn_up_exps\.0\.weight"):
         target_of(file)
     count = f"{'llama' if family == 'mixtral' else family}.expert_count".encode()
     at = blob.index(count) + len(count) + 4  # behind the number's type
     file.write_bytes(blob[:at] + b"\x02" + blob[at + 1 :])
-    with pytest.raises(CheckpointError, match=r"tensors 1 misshapen, such as model\.layers\.0\.mlp\.gate\.weight"):
+    with pytest.raises(CheckpointError, match=r"misshapen, such as blk\.0\.ffn_gate_inp\.weight"):
         target_of(file)
 
 

@@ -10,7 +10,7 @@ import torch
 from gguf import Keys
 
 from specdec.errors import CheckpointError, SpecdecError, SpecdecWarning
-from specdec.models.loading import load_model
+from specdec.models.live_model import load_model
 from tests.gguf_families import ARCHITECTURES, CONTEXT, DIM, VOCABULARY, settings_of, write_family
 from tests.llama_cpp import LlamaCpp, apart, log_probabilities
 

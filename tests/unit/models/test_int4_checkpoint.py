@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from specdec import TransformersTarget
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models.quantised_checkpoint import quantised_model
+from specdec.models import described_checkpoint
+from specdec.models.described_checkpoint import DescribedCheckpoint
 from specdec.native import library as native
 from tests.int4_files import int4_checkpoint
-from tests.packed_checkpoints import assert_blocks_are, assert_weights_are, edit, load
+from tests.packed_checkpoints import assert_blocks_are, assert_weights_are, edit, load, weights_of
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
@@ -50,9 +50,9 @@ def test_all_families_run_natively(family: str, method: str, tmp_path: Path) -> 
     sizes = {"head_dim": 32} if family in ("qwen3", "gemma2", "gemma3") else {}
     expected = int4_checkpoint(tmp_path, method=method, family=family, tie_word_embeddings=True, **sizes)
     target = TransformersTarget.from_pretrained(tmp_path)
-    assert (target.runner.name, target.dtype) == ("native", torch.bfloat16)
+    assert (target.options["runner"], target.dtype) == ("native", torch.bfloat16)
     assert str(target.describe()["model"]["weights"]).startswith(f"int4 ({method.upper()}, groups of 32) in blocks")
-    for name, weight in target.plain_model().state_dict().items():
+    for name, weight in weights_of(target).items():
         assert torch.equal(weight, expected[name].bfloat16()), name
 
 
@@ -62,8 +62,8 @@ def test_what_is_not_quantised_stays_dense(tmp_path: Path) -> None:
     kept = ("layers.0.self_attn.q_proj", "layers.1.mlp")
     expected = int4_checkpoint(tmp_path, kept=kept, settings={"modules_to_not_convert": [*kept], "lm_head": True})
     target = TransformersTarget.from_pretrained(tmp_path, dtype="float32")
-    assert target.runner.name == "native"
-    for name, weight in target.plain_model().state_dict().items():
+    assert target.options["runner"] == "native"
+    for name, weight in weights_of(target).items():
         assert torch.equal(weight, expected[name]), name
 
 
@@ -80,7 +80,7 @@ def test_shards_and_zero_biases(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     model, _ = load(tmp_path, "float32")
-    for name, weight in model.state_dict().items():
+    for name, weight in weights_of(model).items():
         assert torch.equal(weight, expected[name]), name
 
 
@@ -115,7 +115,7 @@ def test_other_settings_are_refused_by_name(method: str, settings: dict[str, Any
 def test_transformers_loads_what_its_packages_are_there_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not here, which is what is found then."""
     int4_checkpoint(tmp_path, settings={"bits": 8})
-    monkeypatch.setattr("specdec.models.quantised_checkpoint.find_spec", lambda name: name)
+    monkeypatch.setattr("specdec.decoder.weights.quantised.find_spec", lambda name: name)
     with pytest.raises(CheckpointError, match=r"cannot load a causal language model from .*(ImportError|RuntimeError)"):
         load(tmp_path)
 
@@ -139,7 +139,7 @@ def _permute(tensors: dict[str, torch.Tensor]) -> None:
         (lambda tensors: tensors.pop("model.norm.weight"), "1 missing, such as model.norm.weight"),
         (
             lambda tensors: tensors.update({f"{PLACE}.qweight": torch.zeros(32, 256, dtype=torch.int32)}),
-            rf"1 misshapen, such as {PLACE}.qweight, \[32, 256\] in place of \[16, 256\] by its .* group_size 32",
+            rf"1 misshapen, such as {PLACE}.weight, \[256, 256\] in place of \[256, 128\]",
         ),
         (
             lambda tensors: tensors.update({f"{PLACE}.qweight": torch.zeros(16, 256)}),
@@ -174,7 +174,7 @@ def test_desc_act_needs_its_groups(tmp_path: Path) -> None:
     """Inputs that lie in order after all are as any others; without a word of them they are refused."""
     expected = int4_checkpoint(tmp_path, settings={"desc_act": True})
     model, _ = load(tmp_path, "float32")
-    assert torch.equal(model.state_dict()[f"{PLACE}.weight"], expected[f"{PLACE}.weight"])
+    assert torch.equal(weights_of(model)[f"{PLACE}.weight"], expected[f"{PLACE}.weight"])
     edit(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith("g_idx")])
     with pytest.raises(CheckpointError, match=r"1 missing, such as .*g_idx, which desc_act=true asks for"):
         load(tmp_path)
@@ -185,7 +185,7 @@ def test_a_last_group_may_be_smaller(tmp_path: Path) -> None:
     """Of whole blocks; inputs that are none are refused."""
     expected = int4_checkpoint(tmp_path / "whole", group_size=64, intermediate_size=160)
     model, _ = load(tmp_path / "whole", "float32")
-    for name, weight in model.state_dict().items():
+    for name, weight in weights_of(model).items():
         assert torch.equal(weight, expected[name]), name
     int4_checkpoint(tmp_path / "part", group_size=64, intermediate_size=80)
     with pytest.raises(
@@ -194,45 +194,39 @@ def test_a_last_group_may_be_smaller(tmp_path: Path) -> None:
         load(tmp_path / "part")
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, "dequantised: native layers need a C compiler"),
-        ({"dtype": "float16"}, "dequantised: native layers compute in float32 and bfloat16"),
-        ({"device": "meta"}, "dequantised: native layers run on a CPU"),
+        ({}, "native layers need a C compiler"),
+        ({"dtype": "float16"}, "native layers compute in float32 and bfloat16"),
+        ({"device": "meta"}, "native layers run on a CPU"),
     ],
 )
 def test_what_falls_back_says_why(
     options: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = int4_checkpoint(tmp_path)
+    int4_checkpoint(tmp_path)
     if not options:
-        monkeypatch.setattr("specdec.models.gguf_blocks.library", lambda: None)
+        monkeypatch.setattr("specdec.models.described_checkpoint.library", lambda: None)
     elif native.library() is None:
         pytest.skip("no C compiler")
-    model, told = load(tmp_path, **{"dtype": "float32", **options})
-    assert told.startswith(why)
-    for name, weight in model.state_dict().items():
-        assert weight.is_meta or torch.equal(weight, expected[name].to(weight.dtype)), name
+    found = DescribedCheckpoint.opened(tmp_path, **{"dtype": "float32", **options})
+    assert isinstance(found, DescribedCheckpoint)
+    assert str(found.why_dense).startswith(why)
 
 
-@needs_compiler
 def test_a_hub_s_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which only those of the format that is read."""
-    expected = int4_checkpoint(tmp_path)
-    asked: list[Any] = []
+    asked: list[str] = []
 
-    def fetch(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(tmp_path)
+    def look(name: str, file: str, **_: Any) -> str | None:
+        asked.append(f"{name}/{file}")
+        return None if "index" in file else str(tmp_path / file)
 
-    monkeypatch.setattr("specdec.models.quantised_checkpoint.snapshot_download", fetch)
-    config = AutoConfig.from_pretrained(tmp_path)
-    found = quantised_model("some/model", config, "float32", None, in_blocks=True, spread=False, int8=False)
-    assert found is not None
-    assert asked == [("some/model", ["*.json", "*.safetensors"])]
-    assert torch.equal(found[0].state_dict()[f"{PLACE}.weight"], expected[f"{PLACE}.weight"])
+    monkeypatch.setattr(described_checkpoint, "cached_file", look)
+    assert described_checkpoint._fetched("some/model") == tmp_path
+    files = ("model.safetensors.index.json", "model.safetensors", "generation_config.json")
+    assert asked == [f"some/model/{file}" for file in files]
 
 
 def test_other_models_and_places_are_refused(tmp_path: Path) -> None:
@@ -243,7 +237,7 @@ def test_other_models_and_places_are_refused(tmp_path: Path) -> None:
         load(tmp_path, in_blocks=False, activations="int8")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "olmo2"}))
-    with pytest.raises(CheckpointError, match=r"'olmo2' is none of llama.*install the packages gptqmodel"):
+    with pytest.raises(CheckpointError, match=r"'olmo2' is none of .*llama.*install the packages gptqmodel"):
         load(tmp_path)
     told = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": told}))
@@ -263,7 +257,7 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path: Path) -> 
         save_file(part, tmp_path / f"model-{number + 1}.safetensors", metadata={"format": "pt"})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
-    assert torch.equal(load(tmp_path, "float32")[0].state_dict()[name], expected[name])
+    assert torch.equal(weights_of(load(tmp_path, "float32")[0])[name], expected[name])
     lost = next(iter(tensors))
     index.write_text(json.dumps({"weight_map": places | {lost: "model-1.safetensors"}}))
     with pytest.raises(CheckpointError, match=rf"says that 'model-1\.safetensors' has '{lost}', which it has not"):

@@ -9,18 +9,10 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
-    chunked_overlay,
-    or_masks,
-    sliding_window_causal_mask_function,
-)
 
 from specdec import Engine, TransformersTarget
 from specdec.errors import TargetError
 from specdec.models.inspection import refuse_unfit
-from specdec.models.masks import window_of
 from tests.models import BOS, VOCAB, prompt_of, reference
 
 MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
@@ -58,40 +50,20 @@ def new_model(kind: str, **options: Any) -> PreTrainedModel:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("kind", "options", "windows"),
+    ("kind", "options"),
     [
-        ("Qwen2Moe", {"use_sliding_window": True, "layer_types": MIXED}, [None, WINDOW, WINDOW]),
-        ("Qwen2Moe", {"use_sliding_window": False, "layer_types": MIXED[:1] * 3}, [None, None, None]),
-        ("Phimoe", {}, [WINDOW] * 3),
+        ("Qwen2Moe", {"use_sliding_window": True, "layer_types": MIXED}),
+        ("Qwen2Moe", {"use_sliding_window": False, "layer_types": MIXED[:1] * 3}),
+        ("Phimoe", {}),
     ],
 )
-def test_windows_that_only_the_mask_knows(kind: str, options: dict[str, Any], windows: list[int | None]) -> None:
+def test_windows_that_only_the_mask_knows(kind: str, options: dict[str, Any]) -> None:
     model, prompt = new_model(kind, **options), prompt_of(40)
     expected = reference(model, prompt, 30)
     target = TransformersTarget(model)
-    read = target._with_windows(target._read_specs(target._maker(owned=False), 3), 3)
-    assert [spec.window for spec in read] == windows
     for drafter in ("none", "prompt_lookup"):
         assert Engine(target, drafter=drafter).generate(prompt, 30).token_ids == expected
-    assert not any(layer._forward_pre_hooks for layer in target.layers)
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("longest", [5, 64, 100, 4096, 1 << 20])
-def test_the_window_of_a_mask(longest: int) -> None:
-    assert window_of(causal_mask_function, longest) is None
-    for window in (1, 2, 7, 63, 64, 1000, longest - 1, longest, longest + 5):
-        found = window_of(sliding_window_causal_mask_function(window), longest)
-        assert found == (window if window < longest else None)
-
-
-def test_other_masks_are_refused() -> None:
-    chunks = and_masks(chunked_overlay(16, torch.zeros(1, dtype=torch.long)), causal_mask_function)
-    first = or_masks(sliding_window_causal_mask_function(9), lambda batch, head, query, key: key < 1)
-    both = or_masks(causal_mask_function, lambda batch, head, query, key: abs(query - key) < 2)
-    for mask in (chunks, first, both):
-        with pytest.raises(TargetError, match=r"token \d+ sees other tokens than all before it, or the last \d+"):
-            window_of(mask, 256)
 
 
 def own_mask(module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:

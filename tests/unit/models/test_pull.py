@@ -22,6 +22,7 @@ from specdec.models.loading import embedded_model, model_source
 from specdec.models.pull import _reason, pull_model
 from specdec.settings.files import cache_folder
 from tests.gguf_files import new_llama, wheel_of, write_gguf
+from tests.models import live
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_pulled_once_and_used_offline(small: NamedModel, tmp_path: Path, monkeyp
     offline(monkeypatch, tmp_path)
     assert pull_model(small) == place
     engine = Engine.from_pretrained(place)
-    model: Any = engine.target.model  # type: ignore[attr-defined]
+    model: Any = live(engine.target)  # type: ignore[attr-defined]
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.state_dict()["model.norm.weight"].float(), new_llama().model.norm.weight.data)
     assert engine.encode([{"role": "user", "content": "1\n\n2"}]) == small.hello

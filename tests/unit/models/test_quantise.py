@@ -13,7 +13,8 @@ import transformers
 
 from specdec import Engine
 from specdec.errors import CheckpointError, ConfigError, SpecdecWarning
-from specdec.models.loading import embedded_model, load_model
+from specdec.models.live_model import load_model
+from specdec.models.loading import embedded_model
 from specdec.models.quantise import quantise_model
 from specdec.models.tokenizer import load_tokenizer
 from tests.gguf_files import widened

@@ -13,11 +13,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec import Engine, TransformersTarget
-from specdec.errors import ConfigError, SpecdecWarning, TargetError
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.errors import TargetError
 from specdec.native import library as native
-from specdec.runners.experts import KnownExperts, PackedExperts
-from specdec.runners.rows import Rows
+from specdec.step.step_io import Entering
 from tests import models, seam
+from tests.models import target_for
 from tests.sums import InOrder
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -32,7 +33,7 @@ def new_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -
 
 
 def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersTarget:
-    return TransformersTarget(new_model(family, dtype, **changes), execution="native", owned=True)
+    return target_for(new_model(family, dtype, **changes), execution="native")
 
 
 @pytest.mark.few(1)
@@ -51,7 +52,7 @@ def test_logits_are_those_of_transformers(family: str, chosen: int) -> None:
         model.set_attn_implementation("eager")
         with InOrder():
             theirs = model(torch.tensor([tokens])).logits[0].double() - expected
-    found = models.logits_of(TransformersTarget(model, execution="native", owned=True), tokens).double() - expected
+    found = models.logits_of(target_for(model, execution="native"), tokens).double() - expected
     assert found.abs().mean() < 1.25 * theirs.abs().mean()
 
 
@@ -59,7 +60,7 @@ def test_layers_with_and_without_experts_go_in_one_call() -> None:
     """Their MLPs have other widths."""
     model = new_model("qwen3_moe", mlp_only_layers=[1], intermediate_size=80)
     expected = models.reference(model, models.prompt_of(7), 30)
-    target = TransformersTarget(model, execution="native", owned=True)
+    target = target_for(model, execution="native")
     assert str(target.describe()["execution"]["experts"]).startswith("in the same call: 2 of 8 a row in 2 layers")
     assert Engine(target, drafter="lookahead").generate(models.prompt_of(7), 30).token_ids == expected
 
@@ -69,7 +70,7 @@ def test_layers_with_and_without_experts_go_in_one_call() -> None:
 def test_shares_of_a_row_s_experts_add_up_to_one_where_the_router_says_so(norm_topk: bool) -> None:
     model = new_model("qwen3_moe", norm_topk_prob=norm_topk)
     expected = models.reference(model, models.prompt_of(7), 30)
-    target = TransformersTarget(model, execution="native")
+    target = target_for(model, execution="native")
     assert Engine(target).generate(models.prompt_of(7), 30).token_ids == expected
     assert models.reference(new_model("qwen3_moe", norm_topk_prob=not norm_topk), models.prompt_of(7), 30) != expected
 
@@ -95,84 +96,33 @@ def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
     target, tokens = native_target("mixtral", dtype), models.prompt_of(9)
     with target.active():
         own, hidden = seam.text(target), target.embed(tokens)
-        alone = target.runner.run(hidden, Rows(own.rows(tokens)), 0, 3, ())[0]
+        alone = target.forward(own.rows(tokens, entry=Entering(0, hidden))).out
         hidden = torch.cat([hidden, torch.full_like(hidden[:1], torch.nan)])
-        found = target.runner.run(hidden, Rows(own.rows([*tokens, 3])), 0, 3, ())[0]
+        found = target.forward(own.rows([*tokens, 3], entry=Entering(0, hidden))).out
     assert torch.equal(found[:-1], alone)
     assert bool(found[-1].isnan().all())
 
 
-# The model that they replace the weights of.
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_weights_stand_in_the_place_of_experts(family: str, tmp_path: Path) -> None:
-    """Where the model is specdec's own; it still computes, saves and copies what it did."""
+def test_packed_weights_come_out_as_they_went_in(family: str, tmp_path: Path) -> None:
     model, prompt = new_model(family), models.prompt_of(7)
-    plain, expected = copy.deepcopy(model), models.reference(model, prompt, 20)
-    target = TransformersTarget(model, execution="native", owned=True)
-    packed = [name for name, module in model.named_modules() if isinstance(module, PackedExperts)]
-    assert packed == [f"model.layers.{n}.mlp.experts" for n in range(3)]
-    assert not any(weight.ndim == 3 for weight in model.parameters())
-    assert models.reference(model, prompt, 20) == expected
-    again = target.plain_model()
-    assert [type(module) for module in again.modules()] == [type(module) for module in plain.modules()]
-    own, theirs = dict(target.named_weights()), dict(plain.named_parameters())
-    assert own.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        assert torch.equal(own[name], weight), name
-        assert torch.equal(dict(again.named_parameters())[name], weight), name
-        assert torch.equal(model.state_dict()[name], weight), name
-    assert target.describe()["model"]["parameters"] == sum(weight.numel() for weight in plain.parameters())
-    told = target.describe()["execution"]["experts"]
-    assert told.startswith(
-        f"in the same call: 2 of {len(theirs[f'{packed[0]}.down_proj'])} a row in {len(packed)} layers"
-    )
+    expected = models.reference(model, prompt, 20)
     model.save_pretrained(tmp_path)
-    loaded = TransformersTarget.from_pretrained(tmp_path, dtype="float32")
-    assert loaded.runner.name == "native"
-    assert Engine(loaded).generate(prompt, 20).token_ids == expected
+    target = TransformersTarget.from_pretrained(tmp_path, dtype="float32")
+    assert target.options["runner"] == "native"
+    own, theirs = dict(target.named_weights()), dict(model.named_parameters())
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], weight) for name, weight in theirs.items())
+    told = target.describe()
+    assert told["model"]["parameters"] == sum(weight.numel() for weight in model.parameters())
+    count = len(theirs["model.layers.0.mlp.experts.down_proj"])
+    assert told["execution"]["experts"].startswith(f"in the same call: 2 of {count} a row in 3 layers")
+    assert Engine(target).generate(prompt, 20).token_ids == expected
 
 
-def test_a_model_that_is_handed_in_is_left_as_it_is() -> None:
-    model = new_model("mixtral")
-    places = {name: weight.data_ptr() for name, weight in model.named_parameters()}
-    modules = [*map(id, model.modules())]
-    TransformersTarget(model, execution="native")
-    assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == places
-    assert [*map(id, model.modules())] == modules
-
-
-def edit_an_expert(model: Any) -> None:
-    with torch.no_grad():
-        model.model.layers[1].mlp.experts.down_proj[3].mul_(2)
-
-
-def edit_a_router(model: Any) -> None:
-    with torch.no_grad():
-        model.model.layers[2].mlp.gate.weight.neg_()
-
-
-def choose_more(model: Any) -> None:
-    model.model.layers[0].mlp.gate.top_k = 3
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("edit", [edit_an_expert, edit_a_router, choose_more])
-def test_an_edit_after_the_engine_was_built_is_refused(edit: Callable[[Any], None]) -> None:
-    model, prompt = new_model("mixtral"), models.prompt_of(7)
-    engine = Engine(TransformersTarget(model, execution="native"))
-    before = engine.generate(prompt, 20).token_ids
-    edit(model)
-    assert models.reference(model, prompt, 20) != before
-    with pytest.raises(TargetError, match="was changed after its native runner was made"):
-        engine.generate(prompt, 20)
-
-
-def test_clipped_queries_are_run_by_the_model_s_own_modules() -> None:
-    with pytest.raises(ConfigError, match="layer 0: self_attn clips queries, keys and values"):
-        TransformersTarget(new_model("olmoe", clip_qkv=1.0), execution="native")
+def choose_more(mlp: Any) -> None:
+    mlp.gate.top_k = 3
 
 
 def hooked(mlp: Any) -> None:
@@ -187,52 +137,40 @@ def other_gate(mlp: Any) -> None:
     mlp.experts.act_fn = nn.GELU()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (choose_more, r"mlp\.gate \(MixtralTopKRouter\) chooses 3 experts, not as its config says"),
         (hooked, r"mlp\.experts \(MixtralExperts\) has hooks"),
-        (other_router, r"mlp\.gate is a OwnRouter"),
-        (other_gate, r"mlp\.experts\.act_fn is a GELU"),
+        (other_router, r"mlp\.gate is a OwnRouter of"),
+        (other_gate, "computes other logits than the model itself"),
     ],
 )
-def test_a_changed_layer_is_run_by_its_own_module(change: Callable[[Any], None], reason: str) -> None:
+def test_a_changed_mixture_is_followed_and_not_copied(change: Callable[[Any], None], reason: str) -> None:
     model, prompt = new_model("mixtral"), models.prompt_of(7)
     change(model.model.layers[1].mlp)
     expected = models.reference(model, prompt, 20)
-    target = TransformersTarget(model, owned=True)
-    assert target.runner.name == "modules"
-    assert Engine(target).generate(prompt, 20).token_ids == expected
-    with pytest.raises(ConfigError, match=f"execution='native' cannot run this model: .*layer 1: {reason}"):
-        TransformersTarget(model, execution="native")
+    assert Engine(TransformersTarget(model)).generate(prompt, 20).token_ids == expected
+    with pytest.raises(TargetError, match=reason):
+        Engine.from_model(model)
 
 
-# The check at load.
+def test_clipped_queries_are_not_described() -> None:
+    with pytest.raises(TargetError, match=r"OlmoeConfig says clip_qkv 1\.0"):
+        Engine.from_model(new_model("olmoe", clip_qkv=1.0))
+
+
+# The check of a copy.
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fault", ["an expert more", "shares", "an expert's weights"])
-def test_experts_that_differ_are_not_taken(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "by" if fault == "an expert's weights" else "it chooses otherwise among 4 experts than MixtralTopKRouter"
-    of, weights = KnownExperts.of.__func__, KnownExperts.weights  # type: ignore[attr-defined]
-
-    def wrong(cls: type[KnownExperts], block: Any) -> KnownExperts:
-        found = of(cls, block)
-        more, norm = fault == "an expert more", fault == "shares"
-        return KnownExperts(found.place, found.router, found.chosen + more, found.norm_topk ^ norm)
-
-    monkeypatch.setattr(KnownExperts, "of", classmethod(wrong))
-    if fault == "an expert's weights":
-        monkeypatch.setattr(KnownExperts, "weights", lambda self: (weights(self)[0], weights(self)[1][::-1]))
-    warned = pytest.warns(SpecdecWarning, match=f"native layers are not used: its logits differ.* own: {told}")
-    if fault == "an expert's weights":  # so that the model has other ones back, and its own forward computes others
-        with warned, pytest.raises(TargetError, match="own forward over a tree are not those of each path"):
-            TransformersTarget(new_model("mixtral", dtype), owned=True)
-        return
-    with warned:
-        target = TransformersTarget(new_model("mixtral", dtype), owned=True)
-    assert target.runner.name == "modules"
+@pytest.mark.parametrize("execution", ["native", "fused"])
+def test_experts_that_differ_are_not_taken(execution: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = Checkpoint.experts
+    monkeypatch.setattr(Checkpoint, "experts", lambda self, layer, part: reversed([*each(self, layer, part)]))
+    with pytest.raises(TargetError, match="computes other logits than the model itself: by"):
+        target_for(new_model("mixtral", dtype), execution=execution)
 
 
 @pytest.mark.few(1)
@@ -240,4 +178,4 @@ def test_experts_that_differ_are_not_taken(fault: str, dtype: torch.dtype, monke
 def test_experts_that_rounding_chooses_otherwise_are_not_taken_for_wrong(family: str, seed: int) -> None:
     """On the tokens of the check, a row of these models has another expert by one rounding than by another."""
     model = models.new_model(family, torch.bfloat16, seed=seed, **SIZES)
-    assert TransformersTarget(model, execution="native", owned=True).runner.name == "native"
+    assert target_for(model, execution="native").options["runner"] == "native"

@@ -18,6 +18,7 @@ from specdec.native import invariance
 from specdec.native import library as native
 from specdec.native.formats import formats
 from tests import models
+from tests.models import target_for
 
 LIBRARY = native.library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="no C compiler")
@@ -75,7 +76,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def target_of(dtype: torch.dtype, family: str = "llama") -> TransformersTarget:
-    return TransformersTarget(models.new_model(family, dtype, **SIZES), execution="native")
+    return target_for(models.new_model(family, dtype, **SIZES), execution="native")
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import TransformersTarget
 from specdec.cli.tune import table
 from specdec.costs.curve import CostCurve
 from specdec.costs.shares import Shares, shares
@@ -20,6 +19,7 @@ from specdec.native.library import library
 from specdec.native.limits import Limits
 from specdec.native.types import Kind
 from tests import models
+from tests.models import target_for
 
 LIBRARY = library()
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -66,11 +66,11 @@ def test_without_a_library_there_are_no_limits(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_share_is_the_least_time_over_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.costs.shares.measure", lambda *_, **__: Limits(reading=1e9, multiplying=1e9))
-    target = TransformersTarget(models.new_model("llama", torch.float32, **SIZES), execution="native")
-    weights = target.runner.weights
+    target = target_for(models.new_model("llama", torch.float32, **SIZES), execution="native")
+    weights = target.executor.weights
     read, multiplied = sum(one.nbytes for one in weights), sum(one.inputs * one.outputs for one in weights)
     cached = sum(spec.slot_bytes for spec in target.specs) * 16
-    scored = sum(layer.heads[0] * 32 for layer in target.runner.layers) * 16
+    scored = sum(layer.attention.heads * 32 for layer in target.spec.layers) * 16
     found = shares(CURVE, target)
     assert found is not None
     passes = 3 if weights[0].described.tiles else 1
@@ -80,7 +80,7 @@ def test_a_share_is_the_least_time_over_the_time(monkeypatch: pytest.MonkeyPatch
 
 
 def test_other_runners_have_no_limits() -> None:
-    assert shares(CURVE, TransformersTarget(models.new_model("llama", torch.float32), execution="fused")) is None
+    assert shares(CURVE, target_for(models.new_model("llama", torch.float32), execution="fused")) is None
 
 
 def test_the_table_has_shares_and_says_what_one_above_1_means() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.activations import GELUTanh
 
 from drafters.kangaroo.adapter import VARIANTS, Adapter, AdapterConfig
 from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
@@ -18,8 +17,7 @@ from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.native import library as native
 from specdec.native import types
 from specdec.native.scores import Stored, draw, weighed
-from specdec.runners.boundary_ops import Joints
-from specdec.runners.linear import HeadOf, PackedWeight, TiedEmbedding, linear_kernel
+from specdec.runners.linear import HeadOf, PackedWeight, linear_kernel
 from specdec.sampling.noise import Noise
 from specdec.sampling.sampler import Sampler
 from specdec.step import step_output
@@ -28,6 +26,7 @@ from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
 from specdec.target import FINAL, run_steps
 from tests import models, seam
+from tests.models import target_for
 from tests.sums import InOrder, rounding_of
 from tests.tiers import once
 from tests.unit.drafters.test_kangaroo import guess_on
@@ -51,7 +50,7 @@ def multiplied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def native_target(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersTarget:
-    return TransformersTarget(models.new_model(family, dtype, **SIZES | changes), execution="native", owned=True)
+    return target_for(models.new_model(family, dtype, **SIZES | changes), execution="native")
 
 
 def sizes_of(heads: tuple[int, int, int]) -> dict[str, int]:
@@ -133,46 +132,25 @@ def test_a_residual_stays_as_it_is() -> None:
     assert torch.equal(residual, before)
 
 
-@pytest.mark.few(1)
 @needs_compiler
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [("gate", "native layers need all layers to have the same sizes"), ("attention", "attention='sdpa' asks for tor")],
-)
-def test_layers_that_do_not_fit_one_call_go_one_by_one(change: str, reason: str) -> None:
-    """One MLP with another gate than the others; and an attention backend that was asked for by name."""
+def test_attention_that_was_asked_for_by_name_is_torch_s() -> None:
     model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
-    if change == "gate":
-        model.model.layers[1].mlp.act_fn = GELUTanh()
-    expected = models.reference(model, prompt, 30)
-    attention = "sdpa" if change == "attention" else "auto"
-    target = TransformersTarget(model, owned=True, attention=attention)
-    assert target.runner.name == "fused"
-    assert target.plan.reason.startswith(reason)
-    assert Engine(target).generate(prompt, 30).token_ids == expected
-
-
-@needs_compiler
-def test_mlps_of_several_widths_go_in_one_call() -> None:
-    model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
-    for layer, width in ((0, 64), (2, 16)):
-        config = models.new_model("llama", intermediate_size=width).config
-        torch.manual_seed(width)
-        model.model.layers[layer].mlp = type(model.model.layers[layer].mlp)(config)
-    expected = models.reference(model, prompt, 30)
-    assert Engine(TransformersTarget(model, execution="native")).generate(prompt, 30).token_ids == expected
+    target = target_for(model, attention="sdpa")
+    told = target.describe()["execution"]
+    assert (told["runner"], told["because"]) == ("fused", told["not native"])
+    assert told["because"].startswith("attention='sdpa' asks for torch's kernels")
+    assert Engine(target).generate(prompt, 30).token_ids == models.reference(model, prompt, 30)
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
+def test_a_packed_weight_s_rows_are_looked_up(dtype: torch.dtype) -> None:
     weight = torch.randn(100, 32).to(dtype)
-    tokens = torch.tensor([[0, 99, 31], [32, 5, 5]])
-    embedding = TiedEmbedding(PackedWeight(weight, None), nn.Embedding(100, 32))
-    assert torch.equal(embedding(tokens), weight[tokens])
+    packed, tokens = PackedWeight(weight, None), [0, 99, 31, 32, 5, 5]
+    assert torch.equal(packed.look_up(tokens), weight[tokens])
     for wrong in (100, -1):
         with pytest.raises(IndexError, match="the weight has 100"):
-            embedding(torch.tensor([wrong]))
+            packed.look_up([wrong])
 
 
 @pytest.mark.few(1)
@@ -184,16 +162,11 @@ def test_an_embedding_that_multiplies_and_shares_the_head_s_weight(family: str) 
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, -0.5, 0.5)
-    plain, tokens = copy.deepcopy(model), torch.tensor([[3, 5, models.VOCAB - 1]])
-    target = TransformersTarget(model, execution="native", owned=True)
-    assert isinstance(target.model.get_input_embeddings(), TiedEmbedding)
-    again = target.plain_model().get_input_embeddings()
-    assert type(again) is type(plain.get_input_embeddings())
-    expected = plain.get_input_embeddings()(tokens)
-    for embedding in (target.model.get_input_embeddings(), again):
-        assert torch.equal(embedding(tokens), expected)
+    tokens = [3, 5, models.VOCAB - 1]
+    target = target_for(model, execution="native")
+    assert torch.equal(target.embed(tokens), model.get_input_embeddings()(torch.tensor(tokens)))
     prompt = models.prompt_of(11)
-    assert Engine(target, drafter="lookahead").generate(prompt, 40).token_ids == models.reference(plain, prompt, 40)
+    assert Engine(target, drafter="lookahead").generate(prompt, 40).token_ids == models.reference(model, prompt, 40)
 
 
 @pytest.mark.few(1)
@@ -202,7 +175,7 @@ def test_an_embedding_that_multiplies_and_shares_the_head_s_weight(family: str) 
 def test_text_is_that_of_generate(family: str) -> None:
     target = native_target(family, attention_bias=True) if family == "llama" else native_target(family)
     prompt = models.prompt_of(11)
-    expected = models.reference(target.plain_model(), prompt, 60)
+    expected = models.reference(target.model, prompt, 60)
     for drafter in ("none", "prompt_lookup", "jacobi", "lookahead", "token_recycling"):
         assert Engine(target, drafter=drafter).generate(prompt, 60).token_ids == expected, drafter
 
@@ -259,7 +232,8 @@ def test_a_tree_s_rows_are_plain_decoding_s_bit_for_bit(
 )
 def test_a_tree_after_a_long_text(family: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Rows of many branches see blocks that all share, whole ones of their own, and what is left."""
-    target = native_target(family, dtype, sliding_window=512, **sizes_of(heads))
+    more = {"sliding_window": 512} if family == "gemma2" else {}
+    target = native_target(family, dtype, **more, **sizes_of(heads))
     parents = [-1, *range(40), 3, 41, 42, 20, 44, 0, 46, 47, 35]  # a trunk that is longer than a block, and branches
     tree = Draft(models.prompt_of(len(parents)), parents)
     for length in (30, 64, 290):
@@ -319,7 +293,6 @@ def test_the_head_s_rows_and_their_peaks(dtype: torch.dtype, vocab: int, top_k: 
 def test_tokens_are_embedded_in_the_same_call(dtype: torch.dtype) -> None:
     """They go in as their rows of the embedding do; what is no token is refused."""
     target, tokens = native_target("llama", dtype, vocab_size=101, tie_word_embeddings=True), [3, 100, 0, 64]
-    assert target.runner.looks_up
     with target.active():
         own = seam.text(target)
         found = own.run(tokens, taps=(0,))
@@ -533,7 +506,7 @@ def test_an_adapter_s_layer_and_head_are_one_call(dtype: torch.dtype) -> None:
     sizes = {"hidden_size": 64, "vocab_size": 96, "heads": 4, "key_heads": 2, "intermediate_size": 48}
     adapter = Adapter(AdapterConfig(exit_layer=1, variant="layer", **sizes)).to(dtype).requires_grad_(False)
     weight = torch.randn(70, 64).to(dtype)
-    step = AdapterStep(adapter, HeadOf(linear_kernel(weight), Joints()))
+    step = AdapterStep(adapter, HeadOf(linear_kernel(weight)))
     apart = AdapterStep(adapter, lambda hidden: hidden @ weight.T)
     assert (step._native_head is None, apart._native_head is None) == (False, True)
     texts = [torch.randn(size, 64).to(dtype) for size in (5, 9, 3)]
@@ -567,7 +540,7 @@ def test_what_is_no_number_spreads_as_in_the_model(dtype: torch.dtype) -> None:
     for broken in (False, True):
         if broken:
             with torch.no_grad():
-                target.model.get_input_embeddings().weight[5] = float("nan")
+                target.executor._weights.embedding[5] = float("nan")
         with target.active():
             logits = seam.text(target).run([3, 4, 5, 6]).logits
         assert logits is not None
@@ -630,7 +603,7 @@ def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> N
             exact = copy.deepcopy(model).double()(torch.tensor([tokens])).logits[0]
             with InOrder():
                 theirs = model(torch.tensor([tokens])).logits[0]
-        target = TransformersTarget(model, execution="native")
+        target = target_for(model, execution="native")
         with target.active():
             ours = seam.text(target, capacity=80, rows=70).run(tokens).logits
         assert ours is not None
@@ -641,15 +614,11 @@ def test_attention_is_the_model_s(family: str, heads: tuple[int, int, int]) -> N
 @needs_compiler
 def test_a_tied_weight_is_held_once() -> None:
     model = models.new_model("llama", torch.float32, tie_word_embeddings=True, **SIZES)
-    names = [name for name, _ in sorted(model.named_parameters())]
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    target = TransformersTarget(model, execution="native", owned=True)
-    assert isinstance(model.get_input_embeddings(), TiedEmbedding)
-    assert {name for name, value in model.named_parameters() if value.ndim == 2} == set()
-    assert [name for name, _ in target.named_weights()] == names
-    copy = target.plain_model()
-    assert copy.lm_head.weight is copy.model.embed_tokens.weight
-    for state in (model.state_dict(), copy.state_dict()):
-        assert all(torch.equal(before[name], state[name]) for name in before)
+    target = target_for(model, execution="native")
+    held = [names for names, _ in target.executor.kernels() if "layers" not in names[0]]
+    assert held == [["model.embed_tokens.weight"]]
+    own, theirs = dict(target.named_weights()), dict(model.named_parameters())
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], weight) for name, weight in theirs.items())
     prompt = models.prompt_of(7)
-    assert Engine(target).generate(prompt, 30).token_ids == models.reference(copy, prompt, 30)
+    assert Engine(target).generate(prompt, 30).token_ids == models.reference(model, prompt, 30)

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, TransformersTarget
+from specdec import Engine
 from specdec.errors import ConfigError, SpecdecWarning
 from specdec.native import library as native
 from specdec.settings.files import digest_of, held
 from tests import models
+from tests.models import target_for
 
 LIBRARY = native.library()
 needs_compiler = pytest.mark.skipif(LIBRARY is None, reason="no C compiler")
@@ -86,11 +87,11 @@ def test_without_a_compiler_torch_does_it(fresh: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "which", lambda name: None)
     model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
     expected = models.reference(model, prompt, 20)
-    target = TransformersTarget(model, owned=True)
-    assert target.runner.name == "fused"
+    target = target_for(model, execution="auto")
+    assert target.options["runner"] == "fused"
     assert Engine(target).generate(prompt, 20).token_ids == expected
     with pytest.raises(ConfigError, match=r"execution='native' .* native layers need a C compiler .*, and none works"):
-        TransformersTarget(models.new_model("llama", torch.float32, **SIZES), execution="native")
+        target_for(models.new_model("llama", torch.float32, **SIZES), execution="native")
 
 
 @needs_compiler
@@ -198,12 +199,12 @@ def test_a_process_that_compiles_for_ever_is_not_waited_for(
 
 WITHOUT_TILES = """
 import torch
-from specdec import TransformersTarget
 from specdec.native import library as native
 native.library().specdec_tiles = lambda: 0
 from tests import models, seam
+from tests.models import target_for
 model = models.new_model("llama", torch.bfloat16, hidden_size=96, head_dim=64, num_attention_heads=4)
-target = TransformersTarget(model, execution="native")
+target = target_for(model, execution="native")
 with target.active():
     seam.text(target, rows=40).run(models.prompt_of(40))
 print(native.products(), native.digest_of_library())

@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 
 from specdec.errors import ConfigError
-from specdec.models.transformers_target import TransformersTarget
 from specdec.runners import attention, attention_kernels
 from specdec.runners.attention import check_runs, describe_backend
 from specdec.runners.attention_kernels import merge
 from specdec.step.cache import LayerSpec
-from tests.models import model_of
+from tests.models import model_of, target_for
 from tests.property.test_attention import Case, World, cases
 
 # As the oldest torch that is allowed declares it, and flash-attn 2.8.
@@ -150,7 +149,7 @@ def test_what_cannot_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         check_runs("flash", [spec(torch.float32, "cpu")])
     check_runs("split", [spec(torch.float32, "cpu")])
     with pytest.raises(ConfigError, match="attention='flash' is for float16"):
-        TransformersTarget(model_of("llama"), attention="flash")
+        target_for(model_of("llama"), attention="flash", execution="auto")
 
 
 @pytest.mark.parametrize(

@@ -16,25 +16,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.utils import parametrize
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec import Engine, TransformersTarget
-from specdec.costs import measuring as measuring_module
-from specdec.costs.curve import CostCurve
-from specdec.errors import ConfigError, SpecdecWarning, TargetError
+from specdec.errors import ConfigError, TargetError
 from specdec.native.library import library
 from specdec.results import Step
-from specdec.runners import choice as choices
 from specdec.runners.known_layers import KnownLayer, UnknownModule
-from specdec.runners.layers import FusedLayer, FusedNorm
-from specdec.runners.linear import PackedLinear
-from specdec.runners.native import NativeRunner
-from specdec.step.step_output import StepOutput
+from specdec.runners.layers import FusedNorm
 from tests import models
 from tests.tiers import each_once
 
-KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+KNOWN = models.FUSED
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # that the native library has code for
 needs_compiler = pytest.mark.skipif(library() is None, reason="no C compiler works here")
 
@@ -54,9 +48,8 @@ def test_fused_text_is_that_of_generate(family: str, attention: str) -> None:
     model = models.new_model(family)
     prompt = models.prompt_of(11)
     expected = models.reference(model, prompt, 60)
-    target = TransformersTarget(model, attention=attention, execution="fused")
-    assert target.runner.name == "fused"
-    assert not target.runner.borrows
+    target = models.target_for(model, attention=attention, execution="fused")
+    assert target.options["runner"] == "fused"
     for drafter in ("none", "prompt_lookup", {"name": "lookahead", "window": 5, "ngram": 5, "guesses": 5}):
         assert Engine(target, drafter=drafter).generate(prompt, 60).token_ids == expected
 
@@ -69,8 +62,8 @@ def test_a_model_that_is_handed_in_is_left_as_it_is(execution: str) -> None:
     model = native_model(attention_bias=True)
     before, modules, prompt = storages(model), list(map(id, model.modules())), models.prompt_of(7)
     expected = models.reference(model, prompt, 30)
-    target = TransformersTarget(model, execution=execution)
-    assert target.runner.name == execution
+    target = models.target_for(model, execution=execution)
+    assert target.options["runner"] == execution
     assert Engine(target, drafter="prompt_lookup").generate(prompt, 30).token_ids == expected
     after = storages(model)
     assert before.keys() == after.keys()
@@ -80,11 +73,12 @@ def test_a_model_that_is_handed_in_is_left_as_it_is(execution: str) -> None:
     assert models.reference(model, prompt, 30) == expected
 
 
-def test_auto_runs_a_model_that_is_handed_in_by_its_own_modules_and_says_so() -> None:
-    target = TransformersTarget(native_model())
-    assert target.runner.name == "modules"
-    assert "handed in" in target.plan.reason
-    assert target.describe()["execution"]["because"] == target.plan.reason
+def test_a_model_that_is_handed_in_is_run_by_its_own_modules_and_says_so() -> None:
+    assert "handed in" in TransformersTarget(native_model()).describe()["execution"]["because"]
+    with pytest.raises(ConfigError, match=r"execution='fused' runs a copy of a model, .*Engine.from_model\(model"):
+        TransformersTarget(native_model(), execution="fused")
+    copied = Engine.from_model(native_model(), drafter="prompt_lookup", execution="fused")
+    assert "a copy of a live model's" in copied.describe()["model"]["weights"]
 
 
 def test_biases_take_part() -> None:
@@ -93,24 +87,8 @@ def test_biases_take_part() -> None:
         if name.endswith("bias"):
             nn.init.normal_(parameter)
     prompt = models.prompt_of(7)
-    target = TransformersTarget(model, execution="fused")
+    target = models.target_for(model, execution="fused")
     assert Engine(target).generate(prompt, 40).token_ids == models.reference(model, prompt, 40)
-
-
-def test_an_owned_model_s_weights_are_held_once(tmp_path: Path) -> None:
-    model = models.new_model("qwen2")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    TransformersTarget(model, execution="fused", owned=True)
-    attention = model.model.layers[0].self_attn
-    storage = attention.q_proj.weight.untyped_storage()
-    assert attention.k_proj.weight.untyped_storage().data_ptr() == storage.data_ptr()
-    heads = (attention.q_proj, attention.k_proj, attention.v_proj)
-    assert storage.nbytes() == sum(part.weight.nbytes for part in heads)
-    after = model.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).state_dict()
-    assert all(torch.equal(before[name], loaded[name]) for name in before)
 
 
 # What users, peft, accelerate and quantisers do to layers: each has to be followed, or refused by name.
@@ -187,31 +165,30 @@ def wrapped(layer: Any) -> None:
 
 
 CHANGES: dict[Callable[[Any], None], str] = {
-    patched_forward: r"layer 1: mlp \(LlamaMLP\) has a forward of its own",
-    patched_layer: r"layer 1: itself \(LlamaDecoderLayer\) has a forward of its own",
-    hooked: r"layer 1: mlp \(LlamaMLP\) has hooks",
-    hooked_before: r"layer 1: mlp \(LlamaMLP\) has hooks",
-    odd_class: r"layer 1: mlp\.up_proj is a Odd",
-    without_weight: r"layer 1: mlp\.up_proj is a WithoutWeight",
-    parametrized: r"layer 1: mlp\.up_proj \(Parametrized\w+\) is parametrized",
-    tensor_subclass: r"layer 1: mlp\.up_proj \(Linear\) has a weight that is a Subclass",
-    other_activation: r"layer 1: mlp\.act_fn is a GELU",
-    wrapped: r"layer 1: mlp is a Sequential",
+    patched_forward: r"model.layers.1.mlp \(LlamaMLP\) has a forward of its own",
+    patched_layer: r"model.layers.1 \(LlamaDecoderLayer\) has a forward of its own",
+    hooked: r"model.layers.1.mlp \(LlamaMLP\) has hooks",
+    hooked_before: r"model.layers.1.mlp \(LlamaMLP\) has hooks",
+    odd_class: r"model.layers.1.mlp.up_proj is a Odd",
+    without_weight: r"model.layers.1.mlp.up_proj is a WithoutWeight",
+    parametrized: r"model.layers.1.mlp.up_proj is a Parametrized\w+",
+    tensor_subclass: r"model.layers.1.mlp.up_proj \(Linear\) has a weight that is a Subclass",
+    other_activation: "computes other logits than the model itself",
+    wrapped: "tensors 3 missing",
 }
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_changed_layer_is_run_by_its_own_module(change: Callable[[Any], None]) -> None:
+def test_a_changed_layer_is_followed_and_not_copied(change: Callable[[Any], None]) -> None:
     model, prompt = native_model(), models.prompt_of(7)
     plain = models.reference(model, prompt, 40)
     change(model.model.layers[1])
     expected = models.reference(model, prompt, 40)
     assert expected != plain or change is patched_forward, "a change that changes nothing shows nothing"
-    target = TransformersTarget(model, owned=True)
-    assert target.runner.name == "fused"  # the other two layers
+    target = TransformersTarget(model)
     assert Engine(target, drafter="prompt_lookup").generate(prompt, 40).token_ids == expected
-    with pytest.raises(ConfigError, match=f"execution='native' cannot run this model: .*{CHANGES[change]}"):
-        TransformersTarget(model, execution="native")
+    with pytest.raises(TargetError, match=CHANGES[change]):
+        Engine.from_model(model)
 
 
 @pytest.mark.few(1)
@@ -225,10 +202,8 @@ def test_peft_s_lora_is_followed_and_stays_in_the_model(dtype: torch.dtype) -> N
     names = sorted(name for name, _ in model.named_parameters())
     expected = models.reference(model, prompt, 40)
     assert expected != base
-    for owned in (False, True):
-        target = TransformersTarget(model, owned=owned)
-        assert Engine(target).generate(prompt, 40).token_ids == expected
-        assert sorted(name for name, _ in model.named_parameters()) == names
+    assert Engine(TransformersTarget(model)).generate(prompt, 40).token_ids == expected
+    assert sorted(name for name, _ in model.named_parameters()) == names
     assert any("lora" in name for name in names)
 
 
@@ -262,12 +237,16 @@ def test_dtensors_are_run_by_the_model_s_own_modules(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_other_families_are_run_by_their_own_modules_and_the_reason_is_there() -> None:
-    target = TransformersTarget(models.new_model("gemma2"), owned=True)
-    assert target.runner.name == "modules"
-    assert target.plan.reason == "fused layers are Llama-like ones, and layer 0 is a Gemma2DecoderLayer"
-    with pytest.raises(ConfigError, match="execution='fused' cannot run this model: fused layers are Llama-like ones"):
-        TransformersTarget(models.new_model("gemma2"), execution="fused")
+def test_other_families_are_run_by_their_own_modules_and_the_reason_is_there(tmp_path: Path) -> None:
+    model = models.new_model("olmo2")
+    model.save_pretrained(tmp_path)
+    target = TransformersTarget.from_pretrained(tmp_path)
+    reason = "its model_type 'olmo2' is none of gemma, gemma2, "
+    assert target.describe()["execution"]["because"].startswith(reason)
+    with pytest.raises(ConfigError, match=f"execution='fused' cannot run this model: {reason}"):
+        TransformersTarget.from_pretrained(tmp_path, execution="fused")
+    with pytest.raises(TargetError, match=f"no copy of this Olmo2ForCausalLM can be made: {reason}"):
+        Engine.from_model(model)
 
 
 def test_unknown_execution() -> None:
@@ -325,210 +304,30 @@ EDITS = [edit_a_norm, edit_the_last_norm, load_another_state, put_a_parameter, p
 EDITS += [put_a_layer, put_a_head, put_an_embedding, put_a_norm]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("execution", "edit"), each_once(["modules", "fused", "native"], EDITS))
-def test_an_edit_after_the_engine_was_built_is_followed_or_refused(execution: str, edit: Callable[[Any], None]) -> None:
-    if execution == "native" and library() is None:
-        pytest.skip("no C compiler works here")
+@pytest.mark.few(3)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_after_the_engine_was_built_is_followed(edit: Callable[[Any], None]) -> None:
     model, prompt = native_model(), models.prompt_of(7)
-    engine = Engine(TransformersTarget(model, execution=execution))
+    engine = Engine(TransformersTarget(model))
     before = engine.generate(prompt, 40).token_ids
     edit(model)
     expected = models.reference(model, prompt, 40)
     assert expected != before
-    if execution == "modules":
-        assert engine.generate(prompt, 40).token_ids == expected
-        return
-    with pytest.raises(TargetError, match=f"was changed after its {execution} runner was made, which would not fol"):
-        engine.generate(prompt, 40)
-    assert Engine(TransformersTarget(model)).generate(prompt, 40).token_ids == expected
-
-
-@needs_compiler
-def test_an_edit_of_a_model_that_specdec_owns_is_refused() -> None:
-    model = native_model()
-    engine = Engine(TransformersTarget(model, owned=True))
-    assert engine.target.runner.name == "native"  # type: ignore[attr-defined]
-    edit_a_norm(model)
-    with pytest.raises(TargetError, match="was changed after its native runner was made"):
-        engine.generate(models.prompt_of(7), 4)
-
-
-# Runners that compute something else.
-
-
-class Wrong(FusedLayer):
-    """What it adds to the residual stream is a tenth too much."""
-
-    def __call__(self, residual: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        return residual + 1.1 * (super().__call__(residual, *arguments) - residual)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_runner_that_differs_is_not_taken(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "FusedLayer", Wrong)
-    model, prompt = models.new_model("llama", dtype), models.prompt_of(7)
-    expected = models.reference(model, prompt, 30)
-    with pytest.raises(TargetError, match=r"execution='fused' does not compute what this model does: by .* rounding"):
-        TransformersTarget(model, execution="fused")
-    monkeypatch.setattr(choices, "why_not", lambda *_: "there is no compiler")
-    with pytest.warns(SpecdecWarning, match="fused layers are not used: its logits differ from the model's own: by"):
-        target = TransformersTarget(model, owned=True)
-    assert target.runner.name == "modules"
-    assert Engine(target).generate(prompt, 30).token_ids == expected
-
-
-def test_a_runner_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it raises: the errors of compilers and drivers are of no one class."""
-
-    class Broken(FusedLayer):
-        def __call__(self, *_: Any) -> torch.Tensor:
-            raise SyntaxError("no such instruction\nhere")
-
-    monkeypatch.setattr(choices, "FusedLayer", Broken)
-    with pytest.warns(SpecdecWarning, match="fused layers are not used: .* it fails: SyntaxError: no such instruction"):
-        target = TransformersTarget(models.new_model("llama", torch.float64), owned=True)
-    assert target.runner.name == "modules"
-
-
-@pytest.mark.few(1)
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_layers_that_differ_are_not_taken(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = NativeRunner.finish
-
-    def odd(*arguments: Any) -> Any:
-        output = finish(*arguments)
-        return StepOutput(1.5 * output.given + output.given.roll(1), output.rows, out=output.out, hidden=output.hidden)
-
-    monkeypatch.setattr(NativeRunner, "finish", odd)
-    model = models.new_model("llama", dtype, tie_word_embeddings=True, **SIZES)
-    before, prompt = {name: value.clone() for name, value in model.state_dict().items()}, models.prompt_of(7)
-    expected = models.reference(model, prompt, 30)
-    with pytest.warns(SpecdecWarning, match="native layers are not used: its logits differ from the model's own: by"):
-        target = TransformersTarget(model, owned=True)
-    assert target.runner.name == "fused"
-    assert "differ" in target.plan.others["native"]
-    if dtype is torch.float32:  # bfloat16 may round a near tie the other way
-        assert Engine(target).generate(prompt, 30).token_ids == expected
-    assert not any(isinstance(module, PackedLinear) for module in model.modules())
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert engine.generate(prompt, 40).token_ids == expected
 
 
 # The choice.
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and models large enough to be timed."""
-    monkeypatch.setattr(measuring_module, "cache_folder", lambda: tmp_path / "specdec")
-    monkeypatch.setattr(choices, "_SMALL", 0)
-    return tmp_path / "specdec" / "cost"
-
-
-def timed(monkeypatch: pytest.MonkeyPatch, **seconds: list[float]) -> list[str]:
-    """Steps of 1 and 8 rows take these times; returns the names of the runners that are timed."""
-    asked: list[str] = []
-
-    def measure(target: TransformersTarget, **_: Any) -> CostCurve:
-        asked.append(target.runner.name)
-        times = [seconds[target.runner.name]]
-        return CostCurve(machine=measuring_module.describe(target), rows=[1, 8], lengths=[256], seconds=times)
-
-    monkeypatch.setattr(measuring_module, "measure", measure)
-    return asked
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("native", "taken"),
-    [([1.0, 2.0], "native"), ([1.2, 2.4], "native"), ([1.4, 2.4], "fused"), ([0.5, 9.0], "fused")],
-)
-def test_whole_steps_decide(native: list[float], taken: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = timed(monkeypatch, fused=[1.0, 2.0], native=native)
-    prompt, expected = models.prompt_of(7), models.reference(native_model(), models.prompt_of(7), 30)
-    for _ in range(2):  # measured, then known
-        target = TransformersTarget(native_model(), owned=True)
-        assert target.runner.name == taken
-        assert Engine(target).generate(prompt, 30).token_ids == expected
-        told = target.plan.reason if taken == "native" else target.plan.others["native"]
-        assert told.startswith("whole steps of 1 and 8 rows took")
-    assert asked == ["fused", "native"]
-
-
-@needs_compiler
-def test_a_busy_machine_decides_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = timed(monkeypatch, fused=[1.0, 2.0], native=[20.0, 30.0])
-    with monkeypatch.context() as patch:
-        patch.setattr(measuring_module, "thread_time", lambda: 0.0)  # others had the processor all the time
-        assert TransformersTarget(native_model(), owned=True).runner.name == "native"
-    assert not folder.exists()
-    assert TransformersTarget(native_model(), owned=True).runner.name == "fused"
-    assert asked == ["fused", "fused", "native"]
-
-
-@needs_compiler
-def test_dtype_threads_and_shapes_are_timed_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, threads = timed(monkeypatch, fused=[1.0, 1.0], native=[1.0, 1.0]), torch.get_num_threads()
-    TransformersTarget(native_model(), owned=True)
-    TransformersTarget(native_model(num_hidden_layers=2), owned=True)
-    TransformersTarget(models.new_model("llama", torch.bfloat16, **SIZES), owned=True)
-    try:
-        torch.set_num_threads(threads + 1)
-        TransformersTarget(native_model(), owned=True)
-    finally:
-        torch.set_num_threads(threads)
-    assert len(asked) == 2 * 4
-    assert len(list(folder.iterdir())) == 2 * 4
-
-
-@needs_compiler
-def test_another_library_is_timed_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = timed(monkeypatch, fused=[1.0, 1.0], native=[2.0, 2.0])
-    assert TransformersTarget(native_model(), owned=True).runner.name == "fused"
-    (kept,) = (machine for path in folder.iterdir() if (machine := CostCurve.load(path).machine)["runner"] == "native")
-    digest, _, tiles = kept["library"].partition("-")
-    assert digest in library()._name
-    assert (tiles == "tiles") == bool(library().specdec_tiles())
-    monkeypatch.setattr(measuring_module, "digest_of_library", lambda: "of another compiler")
-    again = timed(monkeypatch, fused=[1.0, 1.0], native=[1.0, 1.0])
-    assert TransformersTarget(native_model(), owned=True).runner.name == "native"
-    assert (asked, again) == (["fused", "native"], ["native"])
-
-
-@needs_compiler
-def test_a_broken_file_of_times_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = timed(monkeypatch, fused=[1.0, 1.0], native=[2.0, 2.0])
-    TransformersTarget(native_model(), owned=True)
-    kept = {path: path.read_text() for path in folder.iterdir()}
-    for path in kept:
-        path.write_text("{")
-    with pytest.warns(SpecdecWarning, match=r"is no cost curve .*; measuring anew"):
-        target = TransformersTarget(native_model(), owned=True)
-    assert target.runner.name == "fused"
-    assert asked == ["fused", "native"] * 2
-    assert {path: path.read_text() for path in folder.iterdir()} == kept
-
-
-@needs_compiler
-def test_small_and_large_models_are_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = timed(monkeypatch)
-    for name, value in (("_SMALL", 1 << 30), ("_LARGE", 0)):
-        with monkeypatch.context() as patch:
-            patch.setattr(choices, name, value)
-            assert TransformersTarget(native_model(), owned=True).runner.name == "native"
-    assert not asked
-    assert not folder.exists()
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_steps_are_really_timed(folder: Path) -> None:
-    assert TransformersTarget(native_model(), owned=True).runner.name in ("native", "fused")
-    curves = [CostCurve.load(path) for path in folder.iterdir()]
-    assert sorted(curve.machine["runner"] for curve in curves) == ["fused", "native"]
+def test_a_folder_without_a_compiler_is_run_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_model().save_pretrained(tmp_path)
+    if library() is not None:
+        told = TransformersTarget.from_pretrained(tmp_path).describe()["execution"]
+        assert (told["runner"], told["because"]) == ("native", "all layers run in one call")
+    monkeypatch.setattr("specdec.execute.native.library", lambda: None)
+    told = TransformersTarget.from_pretrained(tmp_path).describe()["execution"]
+    assert (told["runner"], told["because"]) == ("fused", told["not native"])
+    assert told["because"].startswith("native layers need a C compiler")
 
 
 # Beside the model itself; see also test_replicas.py.
@@ -593,7 +392,6 @@ def test_two_targets_of_one_model_decode_at_once() -> None:
     assert found == [expected]
     assert model.config._attn_implementation == own
     assert models.reference(model, prompt, 20) == expected
-    assert TransformersTarget(model).runner.name == "modules"
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def target_of(kind: str) -> TransformersTarget:
 def test_texts_are_the_model_s_own(kind: str) -> None:
     prompt = prompt_of(40)
     target, expected = target_of(kind), reference(model_of(kind), prompt, 30)
-    assert target.runner.name == "modules"
+    assert target.options["runner"] == "modules"
     assert len(set(expected)) > 1
     for drafter in TEXT_DRAFTERS:
         engine = Engine(target, drafter=drafter, max_rows=16, prefill_chunk=16, policy="off")
@@ -158,11 +158,8 @@ def test_what_is_not_there_says_why() -> None:
         target.embed([3])
     with pytest.raises(CheckpointError, match="specdec knows no layers with rotary positions in this GPT2LMHeadModel"):
         Engine(target, drafter={"name": "mtp", "head": "somewhere"})
-    owned = TransformersTarget(model_of("gpt2"), owned=True)
-    assert "GPT2LMHeadModel is no decoder" in owned.plan.reason
-    for execution in ("native", "fused"):
-        with pytest.raises(ConfigError, match=f"execution='{execution}' cannot run this model: .*leave it at auto"):
-            TransformersTarget(model_of("gpt2"), execution=execution)
+    with pytest.raises(TargetError, match="no copy of this GPT2LMHeadModel can be made: its model_type 'gpt2' is none"):
+        Engine.from_model(model_of("gpt2"))
 
 
 def test_a_model_in_training_mode_with_dropout_is_refused() -> None:
@@ -207,7 +204,7 @@ def test_drafters_that_run_some_layers_are_refused(name: str) -> None:
     target = TransformersTarget(new_model("llama"))
     options: dict[str, Any] = {"exit_layer": 1} if name == "kangaroo" else {"skip": [1]}
     said = f"{name} runs some of the target's layers, and this LlamaForCausalLM .*'modules': the model was handed in"
-    with pytest.raises(ConfigError, match=f"{said}.*; name execution='native' or 'fused' .*such as lookahead"):
+    with pytest.raises(ConfigError, match=rf"{said}.*; run a copy of it .*Engine\.from_model.*such as lookahead"):
         Engine(target, drafter={"name": name, **options})
     plan = LayerPlan(1) if name == "kangaroo" else LayerPlan(parts=(Part.BOTH, Part(0), Part.BOTH))
     own = seam.text(target)

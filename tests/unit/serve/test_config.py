@@ -131,7 +131,7 @@ def test_a_missing_package_is_told_with_the_extra(
     ],
 )
 def test_defaults_are_the_checkpoint_s_where_they_are_asked_for(own: Any, expected: dict[str, float] | None) -> None:
-    engine: Any = SimpleNamespace(target=SimpleNamespace(model=SimpleNamespace(generation_config=own)))
+    engine: Any = SimpleNamespace(target=SimpleNamespace(generation_config=own))
     assert sampling_defaults(engine, ServeConfig(model="tiny")) == {}
     defaults = sampling_defaults(engine, ServeConfig(model="tiny", generation_config="model"))
     if expected is None:

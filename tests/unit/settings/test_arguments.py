@@ -19,7 +19,7 @@ from specdec.errors import ConfigError, DraftError, PromptError, SpecdecError
 from specdec.settings.arguments import ARGUMENTS, checked
 from specdec.step.step_io import Entering
 from tests.fakes import Scripted
-from tests.models import VOCAB, prompt_of, target_of
+from tests.models import VOCAB, live, prompt_of, target_of
 
 PROMPT = prompt_of(7)
 NAN = float("nan")
@@ -358,7 +358,6 @@ LOADING: list[tuple[dict[str, Any], str]] = [
     ({"activations": "int8"}, "'tiny' is no GGUF file"),
     ({"trust_remote_code": "no"}, "trust_remote_code is 'no', of type str; it must be True or False"),
     ({"trust_remote_code": None}, "trust_remote_code is None"),
-    ({"progress": "yes"}, "progress is 'yes'"),
 ]
 
 
@@ -376,7 +375,8 @@ def test_nothing_is_loaded_for_a_bad_argument(options: dict[str, Any], monkeypat
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded for nothing")
 
-    monkeypatch.setattr("specdec.models.transformers_target.load_weights", load)
+    monkeypatch.setattr("specdec.models.transformers_target.load_live", load)
+    monkeypatch.setattr("specdec.models.transformers_target.DescribedCheckpoint.opened", load)
     with pytest.raises(ConfigError):
         Engine.from_pretrained("tiny", **options)
 
@@ -427,18 +427,18 @@ def test_sampling(options: dict[str, Any], message: str) -> None:
     ],
 )
 def test_custom_generate(options: dict[str, Any], message: str) -> None:
-    model: Any = target_of("llama").model
+    model: Any = live(target_of("llama"))
     ids = torch.tensor([PROMPT])
-    generate: Any = functools.partial(specdec.custom_generate, **{"target": target_of("llama"), **options})
+    generate: Any = functools.partial(specdec.custom_generate, **{"target": TransformersTarget(model), **options})
     with refused(ConfigError, message):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, custom_generate=generate)
 
 
 @pytest.mark.parametrize("ids", [None, [1, 2], [[1, 2]], torch.tensor([1.5]), torch.tensor([[[1]]]), torch.tensor(1)])
 def test_custom_generate_without_generate(ids: Any) -> None:
-    model = target_of("llama").model
+    model = live(target_of("llama"))
     with refused(ConfigError, "input_ids "):
-        specdec.custom_generate(model, ids, target=target_of("llama"))
+        specdec.custom_generate(model, ids, target=TransformersTarget(model))
 
 
 # -- Drafters ----------------------------------------------------------------------------------------------------------

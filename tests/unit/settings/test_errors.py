@@ -34,7 +34,7 @@ from specdec.errors import (
 from specdec.models.inspection import refuse_unfit
 from specdec.step.step_io import Entering
 from tests.fakes import Oracle, Scripted
-from tests.models import VOCAB, greedy, new_model, prompt_of, target_of
+from tests.models import VOCAB, greedy, live, new_model, prompt_of, target_of
 
 PROMPT = prompt_of(7)
 NAN = float("nan")
@@ -403,9 +403,7 @@ def test_file_that_is_no_safetensors(copied: Path, content: bytes | None) -> Non
     weights = copied / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2] if content is None else content)
-    with pytest.raises(
-        CheckpointError, match=r"cannot load a causal language model from .*header.*; give 'tiny' or 'smollm2'"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot read .*header"):
         TransformersTarget.from_pretrained(copied)
 
 
@@ -543,10 +541,10 @@ def test_models_keep_working_after_a_refusal() -> None:
 
 
 def custom(prompt: Sequence[Sequence[int]], *, mask: torch.Tensor | None = None, **options: Any) -> Any:
-    model = target_of("llama").model
+    model: Any = live(target_of("llama"))
     ids = torch.tensor(prompt)
     mask = torch.ones_like(ids) if mask is None else mask
-    ours = {"target": target_of("llama"), **options.pop("ours", {})}
+    ours = {"target": TransformersTarget(model), **options.pop("ours", {})}
     generate: Any = functools.partial(specdec.custom_generate, **ours)
     return model.generate(ids, attention_mask=mask, custom_generate=generate, **{"max_new_tokens": 4, **options})
 

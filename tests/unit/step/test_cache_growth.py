@@ -10,7 +10,7 @@ import torch
 from specdec import Engine, TransformersTarget
 from specdec.native.library import library
 from specdec.step.cache import KVCache, LayerSpec
-from tests.models import new_model, prompt_of, reference, settings_of
+from tests.models import new_model, prompt_of, reference, settings_of, target_for
 
 SPEC = LayerSpec(heads=2, key_dim=4, value_dim=3, window=None, device=torch.device("cpu"), dtype=torch.float64)
 RING = LayerSpec(heads=2, key_dim=4, value_dim=3, window=40, device=torch.device("cpu"), dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_native_layers_follow(family: str, tmp_path: Path) -> None:
     sizes = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = new_model(family, torch.float32, **sizes)
     expected = reference(model, PROMPT, NEW)
-    target = TransformersTarget(model, execution="native")
+    target = target_for(model, execution="native")
     for drafter in ("none", "lookahead", "kangaroo"):
         for options in settings_of(drafter, target, tmp_path)[:2]:
             assert Engine(target, None, options, max_rows=12).generate(PROMPT, NEW).token_ids == expected

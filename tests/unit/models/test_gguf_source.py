@@ -1,4 +1,4 @@
-"""Models whose quantised blocks stay what they are: transformers' own numbers, and no text changed by a drafter."""
+"""GGUF files whose quantised blocks stay what they are: transformers' own numbers, and no text changed by a drafter."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.errors import ConfigError
-from specdec.models.loading import load_model, load_weights
+from specdec.models.inspection import eos_ids_of
+from specdec.models.live_model import load_model
 from specdec.native import library as native
-from specdec.runners.block_weight import BlockWeight, in_bytes
-from specdec.runners.known_layers import in_blocks
-from specdec.runners.linear import PackedLinear, PackedWeight, TiedEmbedding
+from specdec.runners.block_weight import BlockWeight
+from specdec.runners.linear import PackedWeight
 from tests import seam
+from tests.packed_checkpoints import blocks_of, weights_of
 from tests.quantised_files import FAMILIES, FORMATS, quantised_file
 from tests.sums import InOrder
 
@@ -27,16 +27,12 @@ PLACE = {"_name_or_path": ""}
 PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
 
 
-def load(file: Path, dtype: str = "auto", **options: Any) -> Any:
-    return load_weights(file, dtype=dtype, device=None, device_map=None, trust_remote_code=False, **options)
-
-
-def target_of(file: Path, **options: Any) -> TransformersTarget:
+def target_of(file: Path, **options: Any) -> Any:
     return TransformersTarget.from_pretrained(file, **options)
 
 
 def dense(file: Path, dtype: str = "float32") -> Any:
-    return load_model(file, dtype=dtype, device=None, device_map=None, trust_remote_code=False)
+    return load_model(file, dtype=dtype, device=None, device_map=None)
 
 
 @pytest.mark.few(1)
@@ -46,19 +42,19 @@ def dense(file: Path, dtype: str = "float32") -> Any:
 def test_weights_are_those_that_transformers_makes(family: str, tied: bool, dtype: str, tmp_path: Path) -> None:
     """All of them, in the order that transformers has them in, as in the dense model of the same file."""
     file = quantised_file(tmp_path / "small.gguf", MIXED, family=family, tied=tied)
-    model, told = load(file, dtype, in_blocks=True)
-    expected = dense(file, dtype)
-    assert told.startswith("quantised blocks as in the file")
-    kinds = {type(module) for module in model.modules()}
-    assert PackedLinear in kinds
-    assert TiedEmbedding in kinds
-    assert not {nn.Linear, nn.Embedding} & kinds
-    own, theirs = model.state_dict(), expected.state_dict()
-    assert {*own} | {"lm_head.weight"} == {*theirs} | {"lm_head.weight"}
+    target, expected = target_of(file, dtype=dtype), dense(file, dtype)
+    assert str(target.describe()["model"]["weights"]).startswith("quantised blocks as in the file")
+    assert all(
+        isinstance(kernel, BlockWeight)
+        for names, kernel in target.executor.kernels()
+        if "gate.weight" not in str(names)
+    )
+    own, theirs = weights_of(target), dict(expected.named_parameters())
+    assert {*own} == {*theirs}
     for name, weight in own.items():
         assert torch.equal(weight, theirs[name]), name
-    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
-    assert model.config.to_dict() | PLACE == expected.config.to_dict() | PLACE
+    assert target.eos_ids == eos_ids_of(expected)
+    assert target.config.to_dict() | PLACE == expected.config.to_dict() | PLACE
 
 
 @pytest.mark.few(1)
@@ -70,23 +66,20 @@ def test_native_layers_run_them(family: str, tmp_path: Path) -> None:
     # In bfloat16 a row may have other experts than in float32, which is more than rounding.
     file = quantised_file(tmp_path / "small.gguf", MIXED, family=family, **every.get(family, {}))
     target = target_of(file)
-    assert target.runner.name == "native"
-    assert all(not isinstance(module, nn.Linear | nn.Embedding) for module in target.model.modules())
+    assert target.options["runner"] == "native"
     assert "4_K" in str(target.describe()["model"]["weights"])
     assert target.describe()["model"]["parameters"] == sum(weight.numel() for weight in dense(file).parameters())
     exact = target_of(file, dtype="float32")
-    assert exact.runner.name == "native"
+    assert exact.options["runner"] == "native"
     with torch.inference_mode():
         expected = dense(file)(torch.tensor([PROMPT])).logits[0]
         model = dense(file, "bfloat16")
         model.set_attn_implementation("eager")
         with InOrder():  # how torch rounds is its machine's
             half = model(torch.tensor([PROMPT])).logits[0]
-        own = target.model(torch.tensor([PROMPT])).logits[0]
         found = [_logits(one) for one in (target, exact)]
     rounding = (half.float() - expected).square().mean()
     assert (found[0].float() - expected).square().mean() < 1.45 * rounding
-    assert (own.float() - expected).square().mean() < 1.45 * rounding
     torch.testing.assert_close(found[1], expected, atol=1e-3 * float(expected.abs().max()), rtol=0)
 
 
@@ -117,7 +110,7 @@ def test_rows_in_bytes_are_another_model_and_as_exact(kind: str, tmp_path: Path)
     """Its texts, too, are the same with any drafter and in a batch; results and descriptions say what it is."""
     file = quantised_file(tmp_path / "small.gguf", (kind,))
     target, default = target_of(file, activations="int8"), target_of(file)
-    assert target.runner.name == "native"
+    assert target.options["runner"] == "native"
     assert (target.activations, default.activations) == ("int8", None)
     assert target.options["activations"] == target.describe()["model"]["activations"] == "int8"
     assert "in int8" in str(target.describe()["model"]["weights"])
@@ -132,44 +125,10 @@ def test_rows_in_bytes_are_another_model_and_as_exact(kind: str, tmp_path: Path)
             assert batch[0].token_ids == plain.token_ids
 
 
-@pytest.mark.few(1)
-@needs_compiler
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_in_bytes_pass_the_check_at_load(family: str, dtype: str, tmp_path: Path) -> None:
-    """Against the model's own modules in float32, whose rows are rounded to bytes as well."""
-    file = quantised_file(tmp_path / "small.gguf", MIXED, family=family)
-    target = target_of(file, activations="int8", dtype=dtype)
-    assert target.runner.name == "native"
-    assert target.plan.others.keys() <= {"fused"}
-
-
-@pytest.mark.few(1)
-@needs_compiler
-@pytest.mark.parametrize(("near", "same"), [(2.0**-21, True), (2.0**-3, False)])
-def test_a_byte_that_another_processor_rounds_otherwise_is_no_other_model(
-    near: float, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it lies as near to the middle as float32's rounding; the model's modules, which do so, are the runner."""
-
-    def otherwise(weight: BlockWeight, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
-        return weight._by_dequantised(in_bytes(hidden, 127 * near), rows)
-
-    def differs(target: TransformersTarget, _: Any) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(BlockWeight, "linear", otherwise)
-            found.append(target._reference.differs())
-
-    found: list[str | None] = []
-    monkeypatch.setattr(TransformersTarget, "_differs", differs)
-    target_of(quantised_file(tmp_path / "small.gguf", MIXED), activations="int8", dtype="float32")
-    assert [why is None for why in found] == [same]
-
-
 @needs_compiler
 def test_rows_that_stay_as_they_are_are_told_of(tmp_path: Path) -> None:
     target = target_of(quantised_file(tmp_path / "small.gguf", ("F16", "Q4_0")), activations="int8")
-    assert "other matrices, such as model.layers.0" in str(target.describe()["model"]["weights"])
+    assert "other matrices, such as lm_head" in str(target.describe()["model"]["weights"])
 
 
 @needs_compiler
@@ -192,19 +151,7 @@ def test_what_other_ways_to_run_it_hold(tmp_path: Path) -> None:
     for options in ({"execution": "modules"}, {"execution": "fused"}, {"dtype": "float64"}, {"attention": "sdpa"}):
         target = target_of(file, **options)
         assert str(target.describe()["model"]["weights"]).startswith("dequantised: ")
-        assert not any(map(in_blocks, target.model.modules()))
-
-
-@needs_compiler
-def test_a_model_in_blocks_has_a_plain_one(tmp_path: Path) -> None:
-    """A copy of transformers' classes, whose weights are those of the blocks in bfloat16."""
-    file = quantised_file(tmp_path / "small.gguf", MIXED)
-    target = target_of(file)
-    plain, expected = target.plain_model(), dense(file, "bfloat16")
-    assert {type(module) for module in plain.modules()} == {type(module) for module in expected.modules()}
-    for name, weight in expected.state_dict().items():
-        assert torch.equal(plain.state_dict()[name], weight), name
-    assert {name for name, _ in target.named_weights()} == {name for name, _ in expected.named_parameters()}
+        assert options.get("execution") == "modules" or not blocks_of(target)
 
 
 @pytest.mark.few(1)
@@ -213,17 +160,16 @@ def test_a_model_in_blocks_has_a_plain_one(tmp_path: Path) -> None:
 def test_matrices_of_other_kinds_are_held_as_before(kinds: tuple[str, ...], tmp_path: Path) -> None:
     file = quantised_file(tmp_path / "small.gguf", kinds)
     target, expected = target_of(file), dense(file, "bfloat16")
-    assert target.runner.name == "native"
-    for name, weight in target.plain_model().state_dict().items():
+    assert target.options["runner"] == "native"
+    for name, weight in weights_of(target).items():
         assert torch.equal(weight, expected.state_dict()[name]), name
-    stores = [module.store for module in target.model.modules() if isinstance(module, PackedLinear)]
-    assert {type(store) for store in stores} == {BlockWeight, PackedWeight}
+    assert {type(kernel) for _, kernel in target.executor.kernels()} == {BlockWeight, PackedWeight}
 
 
 @needs_compiler
 def test_a_head_may_have_an_embedding_of_another_kind(tmp_path: Path) -> None:
     file = quantised_file(tmp_path / "small.gguf", ("F16", *["Q4_0"] * 40), tied=True)
     target, expected = target_of(file), dense(file, "bfloat16")
-    assert target.runner.name == "native"
-    for name, weight in target.plain_model().state_dict().items():
+    assert target.options["runner"] == "native"
+    for name, weight in weights_of(target).items():
         assert torch.equal(weight, expected.state_dict()[name]), name

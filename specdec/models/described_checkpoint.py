@@ -1,0 +1,289 @@
+"""A checkpoint as a decoder that a spec describes: whether it is one, and its tensors, checked before one is read.
+
+It may be a folder, a hub id (safetensors only) or a GGUF file, its weights dense or quantised by GPTQ, AWQ or
+bitsandbytes. What no spec describes is loaded by transformers instead (:mod:`specdec.models.loading`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from specdec.decoder.families import FAMILIES, spec_of
+from specdec.decoder.names import Names, Weight, shapes_of
+from specdec.decoder.settings import Settings
+from specdec.decoder.spec import DecoderSpec, UnknownDecoder
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.decoder.weights.quantised import METHODS, QuantisedSource, method_of, quantised_source
+from specdec.decoder.weights.safetensors import SafetensorsSource
+from specdec.decoder.weights.source import Source
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, shown, told
+from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
+from specdec.models.gguf import GgufFile, is_gguf
+from specdec.models.gguf_rope import factors_read
+from specdec.models.gguf_source import GGUF_NAMES, GgufSource
+from specdec.models.gguf_tensors import check_known, check_read
+from specdec.models.gguf_tokenizer import ends_of
+from specdec.models.inspection import end_ids, refuse_unfit
+from specdec.models.loading import check_folder, check_sizes, model_source, mtp_layers
+from specdec.native.formats import formats
+from specdec.native.library import library
+
+__all__ = ["DescribedCheckpoint"]
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_AROUND_TEXT = ("gemma3", "got_ocr2", "internvl", "llava", "llava_next", "mistral3", "moss_transcribe_diarize")
+"""Models of images, sounds and texts that do to texts alone what their text decoder does."""
+_WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedCheckpoint:
+    """A checkpoint.
+
+    Attributes:
+        checkpoint: its tensors, and the spec.
+        dtype: of the computation.
+        config: transformers' of its texts.
+        generation_config: transformers' defaults for texts.
+        eos_ids: the tokens that end a text.
+        path: where it was loaded from.
+        quantised: the kind of the quantised weights that were read, as text, empty where each has its own; None where a
+            folder's are dense.
+        why_dense: why quantised blocks are dequantised.
+    """
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    config: Any
+    generation_config: Any
+    eos_ids: frozenset[int]
+    path: str
+    quantised: Callable[[], str] | None = None
+    why_dense: str | None = None
+
+    @classmethod
+    def opened(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: Any = None,
+        trust_remote_code: bool = False,
+        in_blocks: bool = True,
+        int8: bool = False,
+    ) -> DescribedCheckpoint | str:
+        """The checkpoint at a path, or why no spec describes it.
+
+        Args:
+            in_blocks: native layers may run it, for which quantised weights stay in their blocks.
+            int8: rows that blocks are multiplied with are to be rounded to bytes.
+
+        Raises:
+            CheckpointError: no model there, a broken file, or tensors missing, misshapen or left over.
+            ConfigError: a GGUF file, and no package to read it with; or no blocks, whose rows could be rounded.
+            TargetError: a model that specdec cannot drive.
+        """
+        place = model_source(path)
+        computed: Any = None if dtype == "auto" else getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+        if computed not in (None, *_DTYPES):
+            return f"{dtype!r} is no dtype in which described decoders compute"
+        wanted = _Wanted(str(path), computed, device, in_blocks, int8)
+        try:
+            if is_gguf(place):
+                return _of_gguf(Path(place), wanted)
+            return _of_folder(place, wanted, trust_remote_code)
+        except UnknownDecoder as unknown:
+            return str(unknown)
+        except SpecdecError:
+            raise
+        except Exception as error:  # files of others, read by code of others: they raise anything
+            remedy = "get the GGUF file again" if is_gguf(place) else remedy_for(place, error)
+            raise CheckpointError(
+                f"cannot load a causal language model from {str(path)!r}: {told(error)}; {remedy}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What was asked for; ``dtype``: None for the checkpoint's."""
+
+    path: str
+    dtype: torch.dtype | None
+    device: Any
+    in_blocks: bool
+    int8: bool
+
+    def why_dense(self, dtype: torch.dtype, why: str | None = None) -> str | None:
+        """Why quantised blocks are dequantised, or None; ``why``: one that is known.
+
+        Raises:
+            ConfigError: they are, and rows that they are multiplied with were to be rounded.
+        """
+        found = "another way to run its layers was asked for"
+        if self.in_blocks:
+            found = why or _why_not_native(dtype, self.device) or ""
+        if found and self.int8:
+            raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {found}; leave it out")
+        return found or None
+
+
+def _why_not_native(dtype: torch.dtype, device: Any) -> str | None:
+    """Why native layers do not run here, or in this dtype, or None where they do."""
+    if library() is None:
+        return "native layers need a C compiler (cc, gcc or clang), and none works here"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
+    if device is not None and torch.device(device).type != "cpu":
+        return f"native layers run on a CPU, and the model is to be on {device}"
+    return None
+
+
+def _described(config: Any) -> tuple[DecoderSpec, Names, Any]:
+    """What a config describes, what its tensors are called, and the config of its texts.
+
+    Raises:
+        UnknownDecoder: no description covers it.
+    """
+    text = config.get_text_config()
+    if text is not config and config.model_type not in _AROUND_TEXT:
+        raise UnknownDecoder(f"its model_type {shown(config.model_type)} is around a decoder of texts")
+    if text.model_type not in FAMILIES:
+        spec_of(text.model_type, Settings({}, where=type(text).__name__))
+    spec, names = spec_of(text.model_type, Settings.of(text)), FAMILIES[text.model_type].names
+    ignored = list(names.ignored)
+    if text is not config:  # what is of images and sounds
+        ignored.append(r"^(?!(model\.)?language_model\.|lm_head\.)")
+    if behind := mtp_layers(text):
+        ignored.append(rf"^model\.layers\.({'|'.join(map(str, behind))})\.")
+    return spec, replace(names, ignored=tuple(ignored)), text
+
+
+def _of_folder(place: str | Path, wanted: _Wanted, trust_remote_code: bool) -> DescribedCheckpoint | str:
+    if isinstance(place, Path):
+        check_folder(place)
+    refuse_adapter(place)
+    config: Any = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+    check_sizes(config.to_dict(), wanted.path)
+    if trust_remote_code and getattr(config, "auto_map", None):
+        return "its folder has code of its own, which was to be trusted"
+    quantisation = getattr(config, "quantization_config", None)
+    method = method_of(quantisation)
+    if quantisation is not None and method is None:
+        return "it is quantised by a method that transformers alone reads"
+    spec, names, text = _described(config)
+    folder = place if isinstance(place, Path) else _fetched(place)
+    source: Any
+    if folder is None or not any((folder / name).exists() for name in _WEIGHTS):
+        return "it has no safetensors"
+    if method is not None:
+        found = _quantised(folder, spec, method, quantisation, config, wanted)
+        if isinstance(found, str):
+            return found
+        dtype, source, why = found
+        quantised: Callable[[], str] | None = source.described
+    else:
+        if wanted.int8:
+            raise ConfigError(
+                "activations='int8' rounds rows that quantised blocks are multiplied with, and "
+                f"{shown(wanted.path, 400)} is no GGUF file, nor quantised by GPTQ, AWQ or bitsandbytes; leave it out, "
+                "or make a GGUF file with `specdec quantize`"
+            )
+        source, quantised, why = SafetensorsSource(folder), None, None
+        refuse_integers(folder)
+        dtype = wanted.dtype or config.dtype or text.dtype or source.dtype
+    generation = GenerationConfig.from_model_config(config)
+    if (folder / "generation_config.json").exists():
+        generation = GenerationConfig.from_pretrained(folder)
+    return DescribedCheckpoint(
+        checkpoint=Checkpoint(spec, names, source),
+        dtype=dtype,
+        config=text,
+        generation_config=generation,
+        eos_ids=end_ids(generation, text, spec.architecture),
+        path=str(place),
+        quantised=quantised,
+        why_dense=why,
+    )
+
+
+def _quantised(
+    folder: Path, spec: DecoderSpec, method: str, quantisation: Any, config: Any, wanted: _Wanted
+) -> tuple[torch.dtype, QuantisedSource, str | None] | str:
+    """The dtype, tensors, and why they are to be dense, of a GPTQ, AWQ or bitsandbytes checkpoint; or why transformers
+    is to load it, whose packages are here.
+    """
+    dtype = wanted.dtype
+    if dtype is None:
+        dtype = torch.float32 if config.dtype in ("float32", torch.float32) else torch.bfloat16
+    why, loads = wanted.why_dense(dtype), METHODS[method].transformers_loads()
+    try:
+        source = quantised_source(folder, quantisation, spec.architecture, int8=wanted.int8)
+    except CheckpointError as error:
+        if loads:
+            return str(error)
+        raise
+    if not source.quantised:
+        marks = " or ".join(mark.strip(".") for mark in METHODS[method].marks)
+        raise CheckpointError(
+            f"the config of {wanted.path!r} says quant_method {method!r}, and none of its tensors is a {marks}; remove "
+            "quantization_config from its config.json if its weights are not quantised, or download the checkpoint anew"
+        )
+    return f"it is quantised by {method}, and {why}" if why is not None and loads else (dtype, source, why)
+
+
+def _fetched(name: str) -> Path | None:
+    """The folder of a hub id's files; None where there are no safetensors."""
+    look: Callable[..., Any] = cached_file
+    index, alone = (look(name, file, _raise_exceptions_for_missing_entries=False) for file in _WEIGHTS)
+    if index is not None:
+        get_checkpoint_shard_files(name, index)  # type: ignore[no-untyped-call]
+    look(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    found = index or alone
+    return None if found is None else Path(found).parent
+
+
+def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
+    file = GgufFile.read(path)
+    config = file.config()
+    refuse_unfit(type(config).__name__.removesuffix("Config"), config)
+    check_sizes(config.to_dict(), wanted.path)
+    spec, names, text = _described(config)
+    dtype, entries = wanted.dtype or file.dtype, file.table.entries
+    none = "none of its weights are in blocks that native layers read"
+    blocks = any(entry.type in formats() and len(entry.shape) == 2 for entry in entries)
+    why = wanted.why_dense(dtype, None if blocks else none)
+    needed = {_as_in_file(weight) for weight in shapes_of(spec) if weight.kind == "weight"}
+    expected = {_as_in_file(weight) for weight in shapes_of(spec)}
+    expected |= {*factors_read(str(file.metadata["general.architecture"]))}
+    check_known(file.table, expected)
+    if needed <= {*file.names}:  # else what is missing is said first
+        check_read(file.table, expected)
+    text.dtype = dtype
+    source: Source = GgufSource(file.table, config)
+    ends = ends_of(path)
+    generation: Any = GenerationConfig.from_model_config(config)
+    generation.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
+    return DescribedCheckpoint(
+        checkpoint=Checkpoint(spec, names, source, GGUF_NAMES),
+        dtype=dtype,
+        config=text,
+        generation_config=generation,
+        eos_ids=frozenset(ends),
+        path=str(path),
+        quantised=str,  # each matrix in its own format
+        why_dense=why,
+    )
+
+
+def _as_in_file(weight: Weight) -> str:
+    """What a file calls a tensor; those of a layer's experts are one."""
+    name = next(GGUF_NAMES.candidates(weight, ""))
+    return name if weight.expert is None else name.replace(f".{weight.expert}.", ".")
