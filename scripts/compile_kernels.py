@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from itertools import product as product_of
 from pathlib import Path
@@ -153,14 +153,14 @@ def walk_variants(sample: bool, arch: int) -> Iterator[Variant]:
         yield name, walk._walk, {**types, "like": dtype}, constants
 
 
-def meeting(variants: Iterator[Variant], count: int) -> Iterator[Variant]:
-    """Those in which ``count`` properties meet, such as a dtype and a head width, that did not meet in one before."""
-    met = set[tuple[str, ...]]()
-    for variant in variants:
-        sets = set(combinations(re.findall(r"[a-z]\w*(?: \d+)?", variant[0]), count))
-        if not sets <= met:
-            met |= sets
-            yield variant
+def meeting(variants: Iterable[Variant], count: int) -> Iterator[Variant]:
+    """Few of them, in which every ``count`` properties meet that meet in any, such as a dtype and a head width."""
+    named = ((variant, re.findall(r"[a-z]\w*(?: \d+)?", variant[0])) for variant in variants)
+    left = [(variant, set(combinations(names, count))) for variant, names in named]
+    while left:
+        variant, met = max(left, key=lambda one: len(one[1]))
+        yield variant
+        left = [(other, own - met) for other, own in left if own - met]
 
 
 VARIANTS = (

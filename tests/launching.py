@@ -230,8 +230,10 @@ def launch(patch: pytest.MonkeyPatch, kernels: Any = None) -> Recorder:
     return recorder
 
 
-def fused(model: Any, **options: Any) -> DescribedTarget:
-    """A target of a copy of a model's weights, on the model's device, or on the one that is not there."""
+def fused(model: Any, **options: Any) -> Any:
+    """A target of a copy of a model's weights, on its device or on the one that is not there; with the ``model``."""
     known: dict[str, Any] = {"dtype": model.dtype, "device": model.device, "execution": "fused"}
     known |= {"eos_ids": eos_ids_of(model), "config": model.config}
-    return DescribedTarget(checkpoint_of(model), **known, **options)
+    target: Any = DescribedTarget(checkpoint_of(model), **known, **options)
+    target.model = model
+    return target

@@ -132,7 +132,8 @@ class TorchExecutor:
             joining = [next(given) for one in layers if one == first >= 0]
             parts = joining if hidden is None else [hidden, *joining]
             own = step if first == stages[-1] else beginning(step, sum(one <= first for one in layers), wanted)
-            output = self._run(own, max(first, 0), after, torch.cat(parts) if parts else None)
+            brought = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None  # one is not copied
+            output = self._run(own, max(first, 0), after, brought)
             hidden = output.out
             found |= output.hidden
         output.hidden = found

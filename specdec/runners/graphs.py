@@ -29,7 +29,7 @@ from specdec.step.first_time import FirstTimes
 
 __all__ = ["LOGITS", "PICKED", "CudaRecorder", "Recorder", "StepGraphs", "StepInputs"]
 
-Outcome = tuple[torch.Tensor, dict[int, torch.Tensor]]  # of a runner's run
+Outcome = tuple[torch.Tensor, dict[int, torch.Tensor]]  # of layers: what is behind the last one, and the taps
 CosSin = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cosines, sines, and which of them turn each row
 
 
@@ -172,7 +172,7 @@ def _own(every: torch.Tensor, rows: SentRows) -> torch.Tensor:
 
 
 class StepGraphs:
-    """Graphs of one runner, each recorded when its step is first run.
+    """Graphs of one executor, or of a head, each recorded when its step is first run.
 
     Args:
         recorder: keeps the graphs.
@@ -205,7 +205,7 @@ class StepGraphs:
         taps: Collection[int],
         cos_sin: CosSin | None,
     ) -> Outcome | None:
-        """As a runner's ``run``; None where the step cannot be recorded, with a warning that has the reason.
+        """As ``layers``; None where the step cannot be recorded, with a warning that has the reason.
 
         ``layers`` gets None for ``hidden``, and for ``cos_sin``, where it is None here, and looks them up.
         """

@@ -11,7 +11,7 @@ __all__ = ["Recording"]
 
 
 class Recording(NamedTuple):
-    """The parts of a runner on a CUDA device, for :class:`specdec.runners.graphs.StepGraphs` of other layers there.
+    """The parts of an executor on a CUDA device, for :class:`specdec.runners.graphs.StepGraphs` of other layers there.
 
     Attributes:
         kernels: Triton's kernels, see :mod:`specdec.runners.kernels.layer`; for the dtype of the model.

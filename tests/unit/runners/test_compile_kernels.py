@@ -30,7 +30,7 @@ def compile_kernels(*arguments: str) -> list[str]:
 @pytest.mark.parametrize("arch", ["90"])
 def test_a_sample_compiles(arch: str) -> None:
     """Without a number in memory that belongs in a register, and with keys and weights read 16 bytes at once."""
-    lines = compile_kernels("--sample", "--arch", arch)
+    lines = compile_kernels("--sample", "--arch", arch, "--meet", "2")
     assert len(lines) >= 24
     assert all("ok" in line for line in lines)
 
@@ -38,4 +38,4 @@ def test_a_sample_compiles(arch: str) -> None:
 @pytest.mark.slow
 def test_every_property_of_a_kernel_compiles() -> None:
     """For another architecture: all variants take a quarter of an hour, which the script is for."""
-    assert len(compile_kernels("--arch", "80", "--meet", "1")) >= 80
+    assert len(compile_kernels("--arch", "80", "--meet", "1")) >= 55
