@@ -128,17 +128,13 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
     return _model_of(family, dtype)
 
 
-def target_of(
-    family: str, dtype: torch.dtype = torch.float64, attention: str = "auto", execution: str | None = None
-) -> TransformersTarget:
+def target_of(family: str, dtype: torch.dtype = torch.float64, execution: str | None = None) -> TransformersTarget:
     """The family's target, made once; run by its own modules, it is around the one model of the family.
 
     Unless told otherwise it is run as an engine would run it in float64, which takes half the time, and by its own
-    modules in a precision in which ways to run a layer round differently. ``attention`` is that of fused layers.
+    modules in a precision in which ways to run a layer round differently.
     """
-    chosen = execution or ("auto" if dtype == torch.float64 else "modules")
-    named = family in FUSED and chosen in ("auto", "fused")
-    return _target_of(family, dtype, attention if named else "auto", chosen)
+    return _target_of(family, dtype, execution or ("auto" if dtype == torch.float64 else "modules"))
 
 
 @cache  # which takes f(x) and f(x, default) for two calls, hence the functions above
@@ -149,9 +145,9 @@ def _model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
 
 @cache
 @torch.inference_mode(False)  # which a test may be in
-def _target_of(family: str, dtype: torch.dtype, attention: str, execution: str) -> TransformersTarget:
+def _target_of(family: str, dtype: torch.dtype, execution: str) -> TransformersTarget:
     model = _model_of(family, dtype) if execution == "modules" else new_model(family, dtype)
-    return TransformersTarget(model, attention=attention, execution=execution, owned=True)
+    return TransformersTarget(model, execution=execution, owned=True)
 
 
 def logits_of(target: TransformersTarget, tokens: Any, chunk: int = 64) -> torch.Tensor:

@@ -16,7 +16,7 @@ import yaml
 
 from specdec.errors import ConfigError, check_choice, shown
 from specdec.parallel import PARALLEL
-from specdec.runners import ACTIVATIONS, EXECUTIONS
+from specdec.runners import ACTIVATIONS, ATTENTIONS, EXECUTIONS
 from specdec.settings.arguments import ARGUMENTS, DTYPES
 from specdec.settings.options import Given, option
 from specdec.settings.parsing import load_yaml, parse, read_value, yaml_fault
@@ -56,7 +56,7 @@ class ModelOptions(WeightsOptions):
 
     device: str | None = _model_option(None, "Such as cpu or cuda:0.")
     device_map: str | dict[str, Any] | None = option(None, "Such as auto: split the model over devices.", panel="Model")
-    attention: str = _model_option("auto", "auto, sdpa or split; on a GPU flash, flash-attn's kernel.")
+    attention: str = _model_option("auto", "auto; or on a GPU flash: flash-attn's kernel in place of torch's.")
     execution: str = _model_option("auto", "Which code runs the layers: auto, modules, fused or native.")
     activations: str = _model_option(
         "default", "int8: round the rows that a GGUF file's quantised weights are multiplied with to 8 bits."
@@ -64,14 +64,12 @@ class ModelOptions(WeightsOptions):
     threads: int | None = _model_option(None, "CPU threads (default torch's own; 1 for tiny).")
 
     def __post_init__(self) -> None:
-        from specdec.runners.attention import check_backend
-
         WeightsOptions.__post_init__(self)
         if self.threads is not None:
             fitting("threads", self.threads, ARGUMENTS["threads"])
         if self.device is not None and self.device_map is not None:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
-        check_backend(self.attention)
+        check_choice("attention", self.attention, ATTENTIONS)
         check_choice("execution", self.execution, EXECUTIONS)
         check_choice("activations", self.activations, ACTIVATIONS)
 

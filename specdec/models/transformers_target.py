@@ -54,8 +54,8 @@ from specdec.models.self_check import (
     tokens_for,
 )
 from specdec.native.library import compiler, library, products
-from specdec.runners import ACTIVATIONS, EXECUTIONS
-from specdec.runners.attention import ATTENTION, check_backend, check_runs, describe_backend, layer_attention
+from specdec.runners import ACTIVATIONS, ATTENTIONS, EXECUTIONS
+from specdec.runners.attention import ATTENTION, check_runs, describe_backend, layer_attention
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.boundary_ops import Joint, Joints, read_joints
 from specdec.runners.choice import TIMED_ROWS, Plan, RunnerMaker, choose_runner
@@ -112,8 +112,7 @@ class TransformersTarget(NotCopied):
         execution: which code runs the layers. ``auto``: the fastest exact runner for a model that specdec owns, else
             ``modules``. ``modules``: the model's own forward as a whole (:mod:`specdec.runners.whole_model`).
             ``fused``: fewer torch operations for known layers. ``native``: all layers in one call of C, on a CPU.
-        attention: name of the kernels of ``fused`` layers, see :mod:`specdec.runners.attention`; any but ``auto`` asks
-            for these layers.
+        attention: ``flash``: ``fused`` layers on a GPU, with flash-attn's kernel (:mod:`specdec.runners.attention`).
         owned: only this target uses the model, so its weights may be repacked in place instead of copied. The model
             still computes, saves and copies the same values, but more slowly by itself, and packed weights cannot be
             changed. ``plain_model`` returns an unpacked copy.
@@ -148,7 +147,7 @@ class TransformersTarget(NotCopied):
         owned: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        self.backend = check_backend(attention)
+        self.backend = check_choice("attention", attention, ATTENTIONS)
         check_choice("execution", execution, EXECUTIONS)
         Threads.check()
         self.model = model
@@ -229,7 +228,7 @@ class TransformersTarget(NotCopied):
         maker, others, why = None, dict[str, str](), ""
         try:
             maker = self._maker(owned)
-            reasons = ((name, maker.why_not(name, attention)) for name in ("native", "fused"))
+            reasons = ((name, maker.why_not(name)) for name in ("native", "fused"))
             others = {name: reason for name, reason in reasons if reason is not None}
             if named in others or len(others) > 1:
                 raise TargetError(others[named if named in others else "fused"])
@@ -243,7 +242,6 @@ class TransformersTarget(NotCopied):
         plan = choose_runner(
             maker,
             named,
-            attention,
             modules=modules,
             differs=self._differs,
             kept=self._kept_seconds,
@@ -368,7 +366,7 @@ class TransformersTarget(NotCopied):
         """
         check_choice("execution", execution, EXECUTIONS)
         check_choice("activations", activations, ACTIVATIONS)
-        check_backend(attention)
+        check_choice("attention", attention, ATTENTIONS)
         check_place(device, device_map)
         model, weights = load_weights(
             path,

@@ -7,10 +7,13 @@ recognises layers like Llama's and Gemma's. :mod:`layers` runs them one by one i
 (:mod:`specdec.models.self_check`).
 """
 
-__all__ = ["ACTIVATIONS", "EXECUTIONS"]
+__all__ = ["ACTIVATIONS", "ATTENTIONS", "EXECUTIONS"]
 
 EXECUTIONS = ("auto", "modules", "fused", "native")
 """What ``execution=`` may be."""
+
+ATTENTIONS = ("auto", "flash")
+"""What ``attention=`` may be."""
 
 ACTIVATIONS = ("default", "int8")
 """What ``activations=`` may be."""

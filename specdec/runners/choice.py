@@ -102,7 +102,7 @@ class RunnerMaker:
             for layer in self.known
         ]
 
-    def why_not(self, name: str, attention: str = "auto") -> str | None:
+    def why_not(self, name: str) -> str | None:
         """Why ``fused`` or ``native`` cannot run this model, or None."""
         if name == "fused":
             if any(map(in_blocks, self.layers.modules())):
@@ -113,8 +113,6 @@ class RunnerMaker:
         unread = [layer for layer in self.known if isinstance(layer, UnknownModule)]
         if unread:
             return f"native layers need all layers to be like Llama's or Gemma's, and {unread[0]}"
-        if attention != "auto":
-            return f"attention={attention!r} asks for torch's kernels, and native layers have one of their own"
         known = [layer for layer in self.known if isinstance(layer, KnownLayer)]
         if self.rotary.by_kind and not self.rotary.fixed:
             return "native layers read rotary positions from a table, and here they depend on a text's length"
@@ -251,7 +249,6 @@ def layer_kernels(
 def choose_runner(
     maker: RunnerMaker,
     execution: str,
-    attention: str,
     *,
     modules: Callable[[], LayerRunner],
     differs: Callable[[LayerRunner], str | None],
@@ -274,18 +271,17 @@ def choose_runner(
         if (off := differs(runner)) is not None:
             raise TargetError(f"execution={execution!r} does not compute what this model does: {off}; leave it at auto")
         return Plan(runner, "it was asked for", {})
-    return _choose(maker, attention, modules, differs, kept, seconds)
+    return _choose(maker, modules, differs, kept, seconds)
 
 
 def _choose(
     maker: RunnerMaker,
-    attention: str,
     modules: Callable[[], LayerRunner],
     differs: Callable[[LayerRunner], str | None],
     kept: Callable[[str], list[float] | None],
     seconds: Callable[[LayerRunner], list[float] | None],
 ) -> Plan:
-    others = {name: reason for name in ("native", "fused") if (reason := maker.why_not(name, attention)) is not None}
+    others = {name: reason for name in ("native", "fused") if (reason := maker.why_not(name)) is not None}
 
     def attempt(name: str) -> LayerRunner | None:
         runner = maker.make(name)

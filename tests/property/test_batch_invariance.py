@@ -144,7 +144,7 @@ def test_texts_are_plain_decoding_s(drafter: str, temperature: float, monkeypatc
     ("dtype", "changes", "attention", "reason"),
     [
         (torch.float16, {}, "auto", None),
-        (torch.float16, {}, "split", "attention='split' asks for kernels"),
+        (torch.float16, {}, "flash", "attention='flash' asks for kernels"),
         (torch.float32, {}, "auto", "in float32 products are cuBLAS's"),
         (torch.float16, {"head": torch.float32}, "auto", "the last norm or the head is in another dtype"),
         (torch.float16, {"shift": 3}, "auto", "a weight of shape"),
@@ -166,7 +166,8 @@ def test_which_targets_are_batch_invariant_is_told(
         linear.weight.data = own
     if "hook" in changes:
         model.lm_head.register_forward_hook(lambda *_: None)
-    target = TransformersTarget(model, execution="fused", attention=attention, owned=True)
+    target = TransformersTarget(model, execution="fused", owned=True)
+    target.backend = attention
     if "head" in changes:
         runner = target.runner
         assert isinstance(runner, CudaRunner)

@@ -440,7 +440,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
     target = fused(new_model("llama", torch.float64))
     expected = reference(target.model, PROMPT, 12)
     assert target.runner.graphs("auto") == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
-    assert "attention='split' is told" in target.runner.graphs("split")
+    assert "attention='flash' is told" in target.runner.graphs("flash")
     assert TransformersTarget(target.model).runner.graphs("auto").startswith("not used: the model's own forward")
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):
@@ -453,7 +453,8 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
 
 def test_what_is_not_recorded(recorder: Recorder) -> None:
     """Chunks of a prompt, more rows than a graph pays for, and attention that was asked for by name."""
-    target = fused(new_model("llama", torch.float64))
+    target, named = (fused(new_model("llama", torch.float64)) for _ in range(2))
+    named.backend = "flash"
     made, replays = len(recorder.made), sum(recorder.replays.values())
     engine = Engine(target)
     decoding = engine.start(PROMPT, 4)
@@ -462,7 +463,6 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
         seam.text(target, capacity=300, rows=200).run([3] * 129)
         texts = [seam.text(target, capacity=80, rows=70) for _ in range(3)]
         seam.run_together(texts, [Draft.chain([3] * 65)] * 3)  # 4 x 128
-    named = fused(new_model("llama", torch.float64), attention="split")
     assert Engine(named).generate(PROMPT, 4).token_ids == reference(target.model, PROMPT, 4)
     assert (len(recorder.made), sum(recorder.replays.values())) == (made, replays)
 

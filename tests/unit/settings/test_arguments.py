@@ -350,7 +350,7 @@ LOADING: list[tuple[dict[str, Any], str]] = [
     ({"execution": "fast"}, "execution 'fast'"),
     ({"execution": None}, "execution is None"),
     ({"execution": ["native"]}, "execution is ['native']"),
-    ({"attention": "fast"}, "attention='fast' is unknown"),
+    ({"attention": "split"}, "unknown attention 'split'; known: auto, flash"),
     ({"attention": 3}, "attention is 3"),
     ({"attention": []}, "attention is []"),
     ({"activations": "int4"}, "activations 'int4'"),
