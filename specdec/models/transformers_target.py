@@ -354,6 +354,8 @@ class TransformersTarget(NotCopied):
         attention: str = "auto",
         activations: str = "default",
         trust_remote_code: bool = False,
+        revision: str | None = None,
+        subfolder: str | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> TransformersTarget:
         """Load a checkpoint: a named model, a folder or hub id (safetensors only), or a GGUF file.
@@ -376,6 +378,8 @@ class TransformersTarget(NotCopied):
             device=device,
             device_map=device_map,
             trust_remote_code=trust_remote_code,
+            revision=revision,
+            subfolder=subfolder,
             in_blocks=execution in ("auto", "native") and attention == "auto",
             activations=activations,
         )

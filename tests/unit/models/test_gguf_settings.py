@@ -265,7 +265,7 @@ def test_settings_that_are_not_known(tmp_path: Path) -> None:
 _GENERAL: list[tuple[Said, str]] = [
     ({"general.type": "adapter"}, "is an adapter .* and no model; merge it"),
     ({"general.type": "mmproj"}, "is a vision or audio projector"),
-    ({"split.count": 3, "split.no": 1}, "is part 2 of a model that is split into 3 files.*llama-gguf-split --merge"),
+    ({"split.count": 3, "split.no": 1}, r"is part 2 of 3 of a split model .* does not end in '-00002-of-00003\.gguf'"),
 ]
 
 
