@@ -69,14 +69,20 @@ class ModelOptions(WeightsOptions):
     activations: str = _model_option(
         "default", "int8: round the rows that a GGUF file's quantised weights are multiplied with to 8 bits."
     )
+    max_model_len: int | None = _model_option(
+        None,
+        "Most tokens of a prompt and its answer (default: the model's context; where it has long rotary factors, the "
+        "original one, beyond which they are taken).",
+    )
     threads: int | None = _model_option(None, "CPU threads (default torch's own; 1 for tiny).")
 
     def __post_init__(self) -> None:
         from specdec.runners.attention import check_backend
 
         WeightsOptions.__post_init__(self)
-        if self.threads is not None:
-            fitting("threads", self.threads, ARGUMENTS["threads"])
+        for name in ("threads", "max_model_len"):
+            if (value := getattr(self, name)) is not None:
+                fitting(name, value, ARGUMENTS[name])
         if self.device is not None and self.device_map is not None:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
         check_backend(self.attention)

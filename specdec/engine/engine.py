@@ -174,6 +174,7 @@ class Engine(NotCopied):
         trust_remote_code: bool = False,
         revision: str | None = None,
         subfolder: str | None = None,
+        max_model_len: int | None = None,
         tokenizer: Any = None,
         chat_template: str | Path | None = None,
         parallel: str = "off",
@@ -187,9 +188,9 @@ class Engine(NotCopied):
         A repository with several GGUF files takes the name of a quantisation or a file, ``"me/repo:Q4_K_M"``;
         ``revision`` is its branch, tag or commit, ``subfolder`` the folder in it, or in a folder, that holds the model.
 
-        ``execution``, ``attention`` and ``activations`` are TransformersTarget's. ``tokenizer``, which may be named as
-        a model is, takes the place of the one at the path, and ``chat_template``, a file or the name of one that ships
-        (``"chatml"``, ``"llama3"``, ``"mistral"``), that of the tokenizer's own.
+        ``execution``, ``attention``, ``activations`` and ``max_model_len`` are TransformersTarget's. ``tokenizer``,
+        which may be named as a model is, takes the place of the one at the path, and ``chat_template``, a file or the
+        name of one that ships (``"chatml"``, ``"llama3"``, ``"mistral"``), that of the tokenizer's own.
         ``parallel`` is for processes that torchrun started: ``rows`` splits each step's rows over them, ``tensor`` each
         weight (:mod:`specdec.parallel`). The policy is ``acceptance`` here, so that no drafter loses much; an engine
         that is put together by hand takes its drafter at its word.
@@ -214,6 +215,7 @@ class Engine(NotCopied):
             attention=attention,
             activations=activations,
             trust_remote_code=trust_remote_code,
+            max_model_len=max_model_len,
             progress=progress,
         )
         named: str | Path | None = tokenizer if isinstance(tokenizer, str | Path) else None

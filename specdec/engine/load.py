@@ -17,6 +17,11 @@ from specdec.parallel.ranks import join, silence
 
 __all__ = ["load", "load_run", "model_arguments", "prepare"]
 
+_ARGUMENTS = (
+    *("revision", "subfolder", "max_model_len", "dtype", "device", "device_map", "execution", "attention"),
+    "activations",
+)
+
 
 def load(
     options: ModelOptions,
@@ -52,8 +57,7 @@ def load_run(run: RunConfig) -> Engine:
 
 def model_arguments(options: ModelOptions) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that say how a model is loaded and run."""
-    names = ("revision", "subfolder", "dtype", "device", "device_map", "execution", "attention", "activations")
-    arguments = {name: getattr(options, name) for name in names}
+    arguments = {name: getattr(options, name) for name in _ARGUMENTS}
     template = getattr(options, "chat_template", None)  # of the commands that talk
     return arguments if template is None else {**arguments, "chat_template": template}
 

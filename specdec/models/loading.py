@@ -24,6 +24,7 @@ from specdec.models.gguf_blocks import check_tensors, dequantised_model, describ
 from specdec.models.gguf_config import is_mixtral
 from specdec.models.git_lfs import refuse_pointers
 from specdec.models.inspection import refuse_unfit
+from specdec.models.long_context import take_long_factors
 from specdec.models.names import model_source
 from specdec.models.quantised_checkpoint import quantised_model
 from specdec.settings.files import read_object
@@ -80,6 +81,7 @@ def load_weights(
     activations: str = "default",
     revision: str | None = None,
     subfolder: str | None = None,
+    max_model_len: int | None = None,
 ) -> tuple[PreTrainedModel, str | None]:
     """A checkpoint's model: a named one's, a folder's, a hub id's (safetensors only), or a GGUF file's; and of the
     latter, and of GPTQ and AWQ checkpoints, how its weights are held.
@@ -87,7 +89,7 @@ def load_weights(
     ``split``: over the processes of torch.distributed, each weight by the model's own plan. ``in_blocks``: quantised
     weights stay so, where native layers run them; otherwise they are dequantised.
     ``activations``: ``int8`` rounds the rows that such blocks are multiplied with.
-    ``revision``, ``subfolder``: as of :func:`model_source`.
+    ``revision``, ``subfolder``: as of :func:`model_source`. ``max_model_len``: of :func:`take_long_factors`.
 
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
@@ -110,7 +112,7 @@ def load_weights(
         if why is not None and int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
         if not spread:
-            filled, how = _filled(gguf, dtype, str(path), int8=int8, why=why)
+            filled, how = _filled(gguf, dtype, str(path), max_model_len, int8=int8, why=why)
             return (filled if device is None else filled.to(device)), how  # type: ignore[arg-type]
         family = str(gguf.metadata["general.architecture"])
         if is_mixtral(gguf.metadata) or family not in GGUF_SUPPORTED_ARCHITECTURES:
@@ -131,6 +133,7 @@ def load_weights(
             config = AutoConfig.from_pretrained(place, **reading) if gguf is None else gguf.config()
             refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
             _check_sizes(config.to_dict(), str(path))
+            take_long_factors(config, max_model_len)
             if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
                 config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
             if gguf is None:
@@ -207,13 +210,20 @@ def _is_of_mtp(name: str, config: Any) -> bool:
 
 
 def _filled(
-    gguf: GgufFile, dtype: str | torch.dtype, path: str, *, int8: bool = False, why: str | None = None
+    gguf: GgufFile,
+    dtype: str | torch.dtype,
+    path: str,
+    max_model_len: int | None,
+    *,
+    int8: bool = False,
+    why: str | None = None,
 ) -> tuple[PreTrainedModel, str]:
     """A GGUF file's model whose quantised blocks stay what they are, or with a ``why`` are dequantised; and which."""
     try:
         config = gguf.config()
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
         _check_sizes(config.to_dict(), path)
+        take_long_factors(config, max_model_len)
         if why is None:
             model = model_in_blocks(gguf.table, config, _dtype_of(dtype), int8=int8)
         else:

@@ -78,6 +78,7 @@ ARGUMENTS: Mapping[str, Any] = {
     # Models
     "path": Annotated[_Text | os.PathLike[str], "'tiny', a folder, or a hub id"],
     "revision": Annotated[_Text, "a branch, a tag or a commit, or None"],
+    "max_model_len": Annotated[int, Ge(2), "an integer >= 2, or None"],
     "subfolder": Annotated[_Text, "a folder's name, or None"],
     "model": Annotated[Any, having("config", "get_input_embeddings"), "a causal language model of transformers"],
     "dtype": Annotated[Any, Predicate(_is_dtype), f"{', '.join(DTYPES)}, or such a torch.dtype"],

@@ -62,6 +62,7 @@ def test_runners_side_by_side(asked: list[Any], capsys: pytest.CaptureFixture[st
     options = {
         "revision": None,
         "subfolder": None,
+        "max_model_len": None,
         "dtype": "float32",
         "device": None,
         "device_map": None,
