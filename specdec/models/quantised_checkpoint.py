@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
 from specdec.errors import CheckpointError, ConfigError
@@ -30,7 +29,7 @@ _MARKS = {"gptq": (".qweight",), "awq": (".qweight",), "bitsandbytes": (".quant_
 
 
 def quantised_model(
-    place: str | Path,
+    place: Path,
     config: Any,
     dtype: str | torch.dtype,
     device: Any,
@@ -43,7 +42,7 @@ def quantised_model(
     load it.
 
     Args:
-        place: a folder, or a hub id.
+        place: its folder.
         config: of the checkpoint.
         dtype: ``auto``: bfloat16, unless the config says float32.
         in_blocks: they may be held in blocks, where native layers run them; otherwise they are dequantised.
@@ -69,17 +68,16 @@ def quantised_model(
         why = why_not_native(computed, device) if in_blocks else "another way to run its layers was asked for"
         if why is not None and int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
-        folder = place if isinstance(place, Path) else _fetched(place)
-        files = opened_tensors(folder)
+        files = opened_tensors(place)
         if not (quantised := any(mark in name for name in files for mark in _MARKS[method])):
             raise _dense(place, method)
         if unlike is not None or (why is not None and _transformers_loads(method)):
             return None
         filling: PackedFilling
         if settings is None:
-            filling = BitsAndBytesFilling(folder, files, config, computed, why is None, int8)
+            filling = BitsAndBytesFilling(place, files, config, computed, why is None, int8)
         else:
-            filling = Int4Filling(settings, folder, files, config, computed, why is None, int8)
+            filling = Int4Filling(settings, place, files, config, computed, why is None, int8)
     except CheckpointError:
         if quantised and _transformers_loads(method):
             return None
@@ -100,7 +98,7 @@ def _method(told: Any) -> str | None:
     return method if isinstance(method, str) and method in _PACKAGES else None
 
 
-def _unlike(place: str | Path, method: str, why: str) -> CheckpointError:
+def _unlike(place: Path, method: str, why: str) -> CheckpointError:
     packages = f"package{'s' if len(_PACKAGES[method]) > 1 else ''} {' and '.join(_PACKAGES[method])}"
     return CheckpointError(
         f"{str(place)!r} is quantised by {method}, and {why}: install the {packages}, with which transformers loads "
@@ -108,7 +106,7 @@ def _unlike(place: str | Path, method: str, why: str) -> CheckpointError:
     )
 
 
-def _dense(place: str | Path, method: str) -> CheckpointError:
+def _dense(place: Path, method: str) -> CheckpointError:
     return CheckpointError(
         f"the config of {str(place)!r} says quant_method {method!r}, and none of its tensors is a "
         f"{' or '.join(mark.strip('.') for mark in _MARKS[method])}; remove quantization_config from its config.json "
@@ -126,11 +124,6 @@ def _why_not_packed(config: Any, spread: bool) -> str | None:
     if config.model_type not in _FAMILIES:
         return f"its architecture {config.model_type!r} is none of {', '.join(_FAMILIES)}"
     return "device_map and ranks spread weights that are not quantised" if spread else None
-
-
-def _fetched(name: str) -> Path:
-    """The folder of a hub id's files."""
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def _described(filling: PackedFilling) -> str:

@@ -43,6 +43,7 @@ from specdec.models.inspection import (
     weights_in,
 )
 from specdec.models.loading import check_place, load_weights
+from specdec.models.long_context import bound_context
 from specdec.models.masks import MASKS, layer_masks, named_limits, register_masks, whole_masks, window_of
 from specdec.models.self_check import (
     PROBE,
@@ -352,12 +353,17 @@ class TransformersTarget(NotCopied):
         attention: str = "auto",
         activations: str = "default",
         trust_remote_code: bool = False,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        max_model_len: int | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> TransformersTarget:
         """Load a checkpoint: a named model, a folder or hub id (safetensors only), or a GGUF file.
 
         ``activations="int8"`` rounds the rows that a GGUF file's quantised blocks are multiplied with to 8 bits, 32
         values at a time: faster, and another model than the default, which rounds less than bfloat16 does.
+        ``max_model_len`` is the most tokens of a text; for more than its original context a model takes the rotary
+        factors that it has for long texts, in all texts and from the first token.
 
         Raises:
             ConfigError: an unknown choice, or there are no quantised blocks whose rows could be rounded.
@@ -374,11 +380,15 @@ class TransformersTarget(NotCopied):
             device=device,
             device_map=device_map,
             trust_remote_code=trust_remote_code,
+            revision=revision,
+            subfolder=subfolder,
+            max_model_len=max_model_len,
             in_blocks=execution in ("auto", "native") and attention == "auto",
             activations=activations,
         )
         target = cls(model, execution=execution, attention=attention, owned=True, progress=progress)
         target._weights = weights
+        bound_context(target, max_model_len)
         return target
 
     def __copy__(self) -> TransformersTarget:

@@ -9,6 +9,7 @@ import torch
 
 from specdec.errors import ConfigError
 from specdec.models.loading import load_model
+from specdec.models.long_context import bound_context
 from specdec.parallel.ranks import join, local_device
 from specdec.parallel.rows import ShardedTarget
 from specdec.parallel.target import ParallelTarget
@@ -27,6 +28,7 @@ def load_parallel(
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
     activations: str = "default",
+    max_model_len: int | None = None,
     **options: Any,
 ) -> ParallelTarget:
     """As ``TransformersTarget.from_pretrained``, called by every process; ``kind`` is ``rows`` or ``tensor``.
@@ -47,6 +49,9 @@ def load_parallel(
         trust_remote_code=trust_remote_code,
         split=split,
         activations=activations,
+        max_model_len=max_model_len,
     )
     options["owned"] = True
-    return TensorTarget(model, **options) if split else ShardedTarget(model, max_rows=max_rows, **options)
+    target = TensorTarget(model, **options) if split else ShardedTarget(model, max_rows=max_rows, **options)
+    bound_context(target, max_model_len)
+    return target

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from specdec import TransformersTarget
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models.quantised_checkpoint import quantised_model
 from specdec.native import library as native
 from tests.int4_files import int4_checkpoint
 from tests.packed_checkpoints import assert_blocks_are, assert_weights_are, edit, load
@@ -215,24 +213,6 @@ def test_what_falls_back_says_why(
     assert told.startswith(why)
     for name, weight in model.state_dict().items():
         assert weight.is_meta or torch.equal(weight, expected[name].to(weight.dtype)), name
-
-
-@needs_compiler
-def test_a_hub_s_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which only those of the format that is read."""
-    expected = int4_checkpoint(tmp_path)
-    asked: list[Any] = []
-
-    def fetch(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setattr("specdec.models.quantised_checkpoint.snapshot_download", fetch)
-    config = AutoConfig.from_pretrained(tmp_path)
-    found = quantised_model("some/model", config, "float32", None, in_blocks=True, spread=False, int8=False)
-    assert found is not None
-    assert asked == [("some/model", ["*.json", "*.safetensors"])]
-    assert torch.equal(found[0].state_dict()[f"{PLACE}.weight"], expected[f"{PLACE}.weight"])
 
 
 def test_other_models_and_places_are_refused(tmp_path: Path) -> None:

@@ -355,7 +355,7 @@ LOADING: list[tuple[dict[str, Any], str]] = [
     ({"attention": []}, "attention is []"),
     ({"activations": "int4"}, "activations 'int4'"),
     ({"activations": 8}, "activations is 8"),
-    ({"activations": "int8"}, "'tiny' is no GGUF file"),
+    ({"activations": "int8"}, "tiny' is no GGUF file"),
     ({"trust_remote_code": "no"}, "trust_remote_code is 'no', of type str; it must be True or False"),
     ({"trust_remote_code": None}, "trust_remote_code is None"),
     ({"progress": "yes"}, "progress is 'yes'"),
