@@ -33,7 +33,7 @@ from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.costs import measuring
 from specdec.drafting.registry import drafter_names
 from specdec.models import transformers_target
-from specdec.runners import attention, cuts, known_layers
+from specdec.runners import attention, attention_kernels, cuts, known_layers
 from specdec.runners import choice as choices
 from specdec.runners.boundary_ops import Joints
 from specdec.runners.memory_pages import FilePages
@@ -44,7 +44,7 @@ from specdec.target import FINAL
 from tests import models, seam
 from tests.models import FAMILIES, MIXTURES, OF_LAYERS, prompt_of, settings_of, target_for
 
-BACKENDS = ("auto", "sdpa", "split")
+BACKENDS = ("auto", "flash")
 TREE = Draft((3, 4, 5, 6, 7), (-1, 0, 0, 2, 1), probes=frozenset({4}))
 DRAFTS = {"root": Draft.chain([3]), "chain": Draft.chain([3, 4, 5]), "tree": TREE}
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=4)
@@ -215,6 +215,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(device_copies, "copy_out", copy_out)
     monkeypatch.setattr(device_copies, "reading", lambda tensor: tensor.tolist)
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
+    monkeypatch.setattr(attention, "flash_attn", lambda: None)
+    monkeypatch.setitem(attention_kernels.FLASH, "flash", attention_kernels.torch_flash)
     monkeypatch.setattr(device_copies, "address", lambda tensor: 0)
     monkeypatch.setattr(choices, "layer_kernels", lambda *shapes: LAYER)
     monkeypatch.setattr(cuts, "card_of", lambda device: None)
@@ -284,8 +286,8 @@ def target_on(
         for module in (*layers[1:], norm, made.get_output_embeddings()):
             move(module, "cuda:1", dtype)
             add_hook_to_module(module, AlignDevicesHook(execution_device="cuda:1"))
-    if execution == "modules" or family not in models.FUSED:
-        backend = "auto"  # the model's own is run
+    if execution == "modules" or family not in models.FUSED or dtype == torch.float32:
+        backend = "auto"  # the model's own is run, or no flash kernel computes
     with windows_of(family, patch):
         return target_for(made, attention=backend, execution=execution)
 
