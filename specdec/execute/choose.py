@@ -49,9 +49,10 @@ def executor_of(
     if execution == "native" or (execution == "auto" and why is None):
         native = NativeExecutor(checkpoint, dtype=dtype, int8=int8)
         return Chosen(native, "it was asked for" if execution == "native" else "all layers run in one call", {})
-    by_torch = cuda_kernels.why_not(checkpoint.spec, dtype, device) is not None
-    kind = TorchExecutor if by_torch else CudaExecutor
+    by_torch = cuda_kernels.why_not(checkpoint.spec, dtype, device)
+    kind = CudaExecutor if by_torch is None else TorchExecutor
     fused = kind(checkpoint, dtype=dtype, device=device, backend=attention)
+    others = {"CUDA kernels": by_torch} if by_torch is not None and device.type == "cuda" else {}
     if execution == "fused" or why is None:
-        return Chosen(fused, "it was asked for", {})
-    return Chosen(fused, why, {"native": why})
+        return Chosen(fused, "it was asked for", others)
+    return Chosen(fused, why, {"native": why, **others})

@@ -169,8 +169,6 @@ class CudaExecutor(TorchExecutor):
                     lambda inputs: self._cuda.run(None, inputs, 0, len(self.spec.layers), {LOGITS}, None)
                 )
 
-        for weight in self._cuda.products:
-            self._cuts.of(weight)
         if self._cuts.choose([*counts], recording, self._same):
             self._graphs.forget()
 

@@ -63,6 +63,8 @@ class CudaLayers:
             self.varies = f"attention={backend!r} asks for kernels that sum in another order for other numbers of rows"
         for layer in self._layers:
             layer.takes_own = self.varies is None
+        for weight in self.products if self.varies is None else ():
+            cuts.of(weight)  # reads what is kept for it
         stores = {layer.store for layer in self._layers}
         self.store = stores.pop() if len(stores) == 1 else None
 

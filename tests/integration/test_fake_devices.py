@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,17 +31,15 @@ from drafters.medusa.heads import MedusaHeads
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.costs import measuring
 from specdec.drafting.registry import drafter_names
+from specdec.execute import cuda, cuda_kernels
 from specdec.models import transformers_target
 from specdec.runners import attention, attention_kernels, cuts, known_layers
-from specdec.runners import choice as choices
 from specdec.runners.boundary_ops import Joints
-from specdec.runners.memory_pages import FilePages
 from specdec.sampling import processors
 from specdec.step import device_copies, torch_switches
-from specdec.step.cache import LayerSpec
 from specdec.target import FINAL
-from tests import models, seam
-from tests.models import FAMILIES, MIXTURES, OF_LAYERS, prompt_of, settings_of, target_for
+from tests import launching, models, seam
+from tests.models import FAMILIES, MIXTURES, OF_LAYERS, prompt_of, settings_of
 
 BACKENDS = ("auto", "flash")
 TREE = Draft((3, 4, 5, 6, 7), (-1, 0, 0, 2, 1), probes=frozenset({4}))
@@ -202,13 +199,8 @@ def copy_out(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """While it is there tensors are fake, and what only a GPU could do is done by what looks at shapes and devices."""
-    callspec = getattr(request.node, "callspec", None)
-    real = models.target_of("llama" if callspec is None else callspec.params["family"])
-    # Read off numbers, of which there are none here.
-    joints = {real.name: real.joints}
-    monkeypatch.setattr(TransformersTarget, "_read_joints", lambda self, *_: joints.get(self.name, Joints()))
     monkeypatch.setattr(torch_switches, "_check_numbers", lambda: None)
     monkeypatch.setattr(torch, "from_numpy", lambda array: torch.tensor(array))  # which would make one that is not fake
     monkeypatch.setattr(device_copies, "copy_in", copy_in)
@@ -218,34 +210,21 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(attention, "flash_attn", lambda: None)
     monkeypatch.setitem(attention_kernels.FLASH, "flash", attention_kernels.torch_flash)
     monkeypatch.setattr(device_copies, "address", lambda tensor: 0)
-    monkeypatch.setattr(choices, "layer_kernels", lambda *shapes: LAYER)
+    monkeypatch.setattr(device_copies, "free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(cuda_kernels, "layer_kernels", lambda *_: LAYER)
     monkeypatch.setattr(cuts, "card_of", lambda device: None)
     monkeypatch.setattr(
-        choices, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list), lock=Lock())
+        cuda, "CudaRecorder", lambda device: SimpleNamespace(record=lambda work: (work(), list), lock=Lock())
     )
-    monkeypatch.setattr(choices.RunnerMaker, "unpack", lambda maker: None)
     monkeypatch.setattr(
         transformers_target, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB)
     )
-    checks = SimpleNamespace(check_modules=lambda _: None, differs=lambda: None)
-    monkeypatch.setattr(transformers_target, "Reference", lambda *_: checks)
+    monkeypatch.setattr(transformers_target, "differs", lambda *_: None)
     monkeypatch.setattr(known_layers, "why_special", why_special)
     monkeypatch.setattr(measuring, "processor", lambda device: "none")
     monkeypatch.setattr(device_copies, "wait", lambda device: None)
     monkeypatch.setattr(device_copies, "seconds_of", lambda work, *_: 1.0 if work() else 0.0)
     with FakeTensorMode(allow_non_fake_inputs=True), Numbers():
-        yield
-
-
-@contextmanager
-def windows_of(family: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The windows that the family's masks show, which have no numbers here."""
-
-    def windows(target: Any, specs: Sequence[LayerSpec], token: int) -> list[LayerSpec]:
-        return [replace(spec, window=window) for spec, window in zip(specs, models.WINDOWS[family], strict=True)]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TransformersTarget, "_with_windows", windows)
         yield
 
 
@@ -265,20 +244,27 @@ def why_special(module: nn.Module) -> str | None:
     return "has hooks" if hasattr(module, "_hf_hook") else None
 
 
-def target_on(
-    family: str,
-    dtype: torch.dtype,
-    backend: str,
-    execution: str,
-    patch: pytest.MonkeyPatch,
-    *,
-    devices: int = 1,
-    first: str = "cuda:0",
-) -> TransformersTarget:
-    """The family's model on cuda:0, its layers but the first, last norm and head on the last device."""
+def model_on(family: str, dtype: torch.dtype, first: str = "cuda:0") -> Any:
+    """The family's model on a device."""
     with unset_fake_temporarily():
         made: Any = copy.deepcopy(models.model_of(family, torch.float32))
     move(made, first, dtype)
+    return made
+
+
+def target_on(family: str, dtype: torch.dtype, backend: str = "auto", *, first: str = "cuda:0") -> Any:
+    """The family's decoder by its description on a device: by the kernels of layers, or by torch's operations."""
+    return launching.fused(model_on(family, dtype, first), attention=backend)
+
+
+def modules_on(
+    family: str, dtype: torch.dtype, *, devices: int = 1, first: str = "cuda:0", joints: Joints | None = None
+) -> Any:
+    """The family's own modules there; with two devices its layers but the first, norm and head on cuda:1.
+
+    ``joints``: what it does between its parts, which is read off numbers, of which there are none here.
+    """
+    made = model_on(family, dtype, first)
     if devices > 1:
         decoder = made.get_decoder()
         layers = decoder.layers
@@ -286,19 +272,18 @@ def target_on(
         for module in (*layers[1:], norm, made.get_output_embeddings()):
             move(module, "cuda:1", dtype)
             add_hook_to_module(module, AlignDevicesHook(execution_device="cuda:1"))
-    if execution == "modules" or family not in models.FUSED or dtype == torch.float32:
-        backend = "auto"  # the model's own is run, or no flash kernel computes
-    with windows_of(family, patch):
-        return target_for(made, attention=backend, execution=execution)
+    target = TransformersTarget(made)
+    target._joints = joints
+    return target
 
 
-def run(target: TransformersTarget) -> None:
+def run(target: Any, taps: set[int]) -> None:
     """A chunk of the prompt, then drafts of every shape, each committed along a path that is no prefix of it."""
     with target.active():
         text = seam.text(target, capacity=60, rows=24).fill([1] * 36, 12)
         for draft in DRAFTS.values():
             rows = draft.scored_rows()
-            output = text.run(draft, rows=rows, taps={1, FINAL} if target.runner.whole else {1, 3, FINAL})
+            output = text.run(draft, rows=rows, taps=taps)
             assert output.logits is not None
             assert output.logits.device == target.head_device
             assert output.logits.shape == (len(draft if rows is None else rows), target.vocab_size)
@@ -319,23 +304,24 @@ CASES = [
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("family", "dtype", "backend", "devices"), CASES)
-def test_rows_of_every_kind(
-    family: str, dtype: torch.dtype, backend: str, devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for execution in ("modules", "auto"):
-        run(target_on(family, dtype, backend, execution, monkeypatch, devices=devices))
+def test_rows_of_every_kind(family: str, dtype: torch.dtype, backend: str, devices: int) -> None:
+    run(modules_on(family, dtype, devices=devices), {1, FINAL})
+    if family in models.FUSED:
+        target = target_on(family, dtype, "auto" if dtype == torch.float32 else backend)  # no flash kernel computes
+        run(target, {1, 3, FINAL})
+        assert ("CUDA kernels" in target.others) == (family not in ("llama", "mistral", "qwen2", "qwen3"))
 
 
-RECORDED = ("dflash", "eagle", "kangaroo", "medusa", "mtp")  # where one device has it all, their passes are graphs
+RECORDED = ("dflash", "eagle", "medusa", "mtp")  # where one device has it all, their passes are graphs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "devices", "family"),
-    [  # a drafter's own calculations are the same for every family, so each family has some of them
-        (drafter, devices, ("llama", "mistral", "gemma2")[(number + devices) % (2 if drafter in OF_LAYERS else 3)])
+    [  # a drafter's own calculations are the same for every family
+        (drafter, devices, ("llama", "mistral")[(number + devices) % 2])
         for number, drafter in enumerate(drafter_names())
-        for devices in ((1, 2) if drafter in RECORDED else (2,))
+        for devices in ((1, 2) if drafter in RECORDED else (1 if drafter in OF_LAYERS else 2,))
     ],
 )
 def test_every_drafter(
@@ -343,6 +329,7 @@ def test_every_drafter(
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     settings = [dict(options) for options in settings_of(drafter, models.target_of(family), tmp_path)]
+    joints = models.target_of(family, execution="modules").joints
     loaded: dict[str, Any] = {}
     for options in settings:
         if "adapter" in options:
@@ -365,17 +352,22 @@ def test_every_drafter(
     for kind in (Adapter, MedusaHeads, HeadWeights, MtpLayers):
         monkeypatch.setattr(kind, "to", lambda self, device, dtype: move(self, device, dtype) or self)
     request.getfixturevalue("fake")
-    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=devices)
-    stranger = partial(target_on, "llama", torch.bfloat16, "auto", "auto", monkeypatch)
+    there: dict[str, Any] = {"devices": devices, "joints": joints}
+    target = target_on(family, torch.bfloat16) if devices == 1 else modules_on(family, torch.bfloat16, **there)
+    stranger = partial(target_on, "llama", torch.bfloat16)
     monkeypatch.setattr(TransformersTarget, "from_pretrained", lambda path, dtype, device: stranger(first=str(device)))
+    if drafter in RECORDED and devices == 2:  # where a head is does not depend on what it is made of
+        settings = [settings[0], settings[-1]]
     for number, options in enumerate(settings):
         if drafter in ("kangaroo", "medusa"):
             options["check_target"] = False
-        # How a draft is judged does not depend on the sizes of those that made it, so these take turns.
-        samplings = (SAMPLED, PENALISED, None)
-        for sampling in samplings if number == 0 and len(settings) < 3 else (samplings[number % 3],):
+        # How a draft is judged does not depend on the sizes of those that made it, so these take turns; nor on who
+        # made it, where that reads tokens alone.
+        samplings, turn = (SAMPLED, PENALISED, None), number + drafter_names().index(drafter)
+        every = number == 0 and len(settings) < 3 and drafter in (*RECORDED, *OF_LAYERS, "draft_model", "auto")
+        for sampling in samplings if every else (samplings[turn % 3],):
             engine = Engine(target, None, options, max_rows=24, prefill_chunk=16)
-            assert engine.generate(prompt_of(20), 4, sampling).finish_reason == "length"
+            assert engine.generate(prompt_of(18), 3, sampling).finish_reason == "length"
 
 
 @pytest.mark.slow
@@ -385,12 +377,11 @@ def test_an_embedding_beside_the_host(
 ) -> None:
     """Its rows are sent nowhere, so that nothing is there with them of what decides on the head's device."""
     options = dict(settings_of("medusa", models.target_of(family), tmp_path)[0])
-    heads = MedusaHeads.from_pretrained(options["heads"])
+    heads, joints = MedusaHeads.from_pretrained(options["heads"]), models.target_of(family, execution="modules").joints
     monkeypatch.setattr(MedusaHeads, "from_pretrained", lambda folder: heads)
     monkeypatch.setattr(MedusaHeads, "to", lambda self, device, dtype: move(self, device, dtype) or self)
-    monkeypatch.setattr(FilePages, "release", lambda *_: None)  # fake weights have no pages
     request.getfixturevalue("fake")
-    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=2, first="cpu")
+    target = modules_on(family, torch.bfloat16, devices=2, first="cpu", joints=joints)
     assert (target.device.type, target.head_device.type) == ("cpu", "cuda")
     for sampling in (None, SAMPLED):
         engine = Engine(target, None, {**options, "check_target": False}, max_rows=24, prefill_chunk=16)
@@ -403,9 +394,9 @@ def test_an_embedding_beside_the_host(
     ("family", "devices"),
     [("llama", 1), ("mistral", 2), ("gemma2", 1)],
 )
-def test_batches(family: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches(family: str, devices: int) -> None:
     """Prompts and drafts of several texts in one forward; on one device through the kernels of layers."""
-    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=devices)
+    target = target_on(family, torch.bfloat16) if devices == 1 else modules_on(family, torch.bfloat16, devices=2)
     engine = Engine(target, None, "token_recycling", max_rows=24, prefill_chunk=16)
     prompts = [prompt_of(size) for size in (20, 5, 40)]
     for sampling in (None, SAMPLED):
@@ -438,19 +429,21 @@ def test_processors_and_other_rules(
         options = dict(settings_of(drafter, models.target_of(family), tmp_path)[0])
     masks = lambda states, size, dtype: (np.zeros((len(states), size), bool), dtype)  # noqa: E731
     monkeypatch.setattr(processors, "forbidden", masks)
+    placed: dict[str, Any] = {"devices": devices, "joints": models.target_of(family, execution="modules").joints}
     request.getfixturevalue("fake")
-    target = target_on(family, torch.bfloat16, "auto", "auto", monkeypatch, devices=devices)
-    stranger = partial(target_on, family, torch.bfloat16, "auto", "auto", monkeypatch)
+    target = target_on(family, torch.bfloat16) if devices == 1 else modules_on(family, torch.bfloat16, **placed)
+    stranger = partial(target_on, family, torch.bfloat16)
     monkeypatch.setattr(TransformersTarget, "from_pretrained", lambda path, dtype, device: stranger(first=str(device)))
     engine = Engine(target, None, options, max_rows=24, prefill_chunk=16)
     there = str(target.head_device)
     rules = [SAMPLED, replace(SAMPLED, acceptance="reject"), replace(SAMPLED, acceptance="typical", allow_lossy=True)]
-    for sampling in (None, PENALISED, *rules):
-        for own in (
-            [],
-            [Anything()],
-            [NoRepeatNGramLogitsProcessor(2), MinNewTokensLengthLogitsProcessor(20, 3, 0, device=there)],
-        ):
+    ours: list[Any] = [
+        [],
+        [Anything()],
+        [NoRepeatNGramLogitsProcessor(2), MinNewTokensLengthLogitsProcessor(20, 3, 0, device=there)],
+    ]
+    for number, sampling in enumerate((None, PENALISED, *rules)):
+        for own in ours if devices == 1 else [ours[number % 3]]:  # each with each where modules do not take their time
             assert engine.generate(prompt_of(20), 3, sampling, logits_processor=own).finish_reason == "length"
 
 
