@@ -6,9 +6,11 @@
  * inputs 0 and 2, byte 1 of inputs 4 and 6, byte 2 of 1 and 3, byte 3 of 5 and 7. So one shift and one mask give,
  * for each output, two inputs as adjacent 16-bit numbers (0 and 1, 2 and 3, ...), or four as bytes (0, 4, 1, 5 and
  * 2, 6, 3, 7). Bits above the lowest four, or two, have words of their own. A panel takes the bytes of its blocks
- * in the file, or up to 4% more. */
+ * in the file, or up to 4% more. Float16 lies as in dense weights' panels: of each input, one output after another. */
 
-INLINE int64_t head_bytes(const WeightFormat *f) { return 2 * PANEL * (f->minima || f->scales == FLOATS ? 2 : 1); }
+INLINE int64_t head_bytes(const WeightFormat *f) {
+    return f->scales == UNSCALED ? 0 : 2 * PANEL * (f->minima || f->scales == FLOATS ? 2 : 1);
+}
 INLINE int64_t groups_in(const WeightFormat *f) { return CHUNK / f->group; } /* of a chunk */
 INLINE int has_numbers(const WeightFormat *f) { return f->scales == BYTES || f->scales == NIBBLES; }
 INLINE int64_t number_bytes(const WeightFormat *f) { /* of a chunk's groups */
@@ -80,6 +82,10 @@ INLINE void put_any_codes(const uint8_t *codes, uint32_t *to, int bits) {
 /* Writes one output's block to its place in the panel's block. */
 static void put_block(const WeightFormat *f, const Block256 *block, uint8_t *to, int64_t own) {
     const int64_t groups = groups_in(f);
+    if (f->levels == HALVES) {
+        for (int i = 0; i < CHUNK; i++) ((uint16_t *)to)[i * PANEL + own] = two_bytes(block->codes + 2 * i);
+        return;
+    }
     if (f->scales == FLOATS) ((uint32_t *)to)[own] = block->d | (uint32_t)block->m << 16;
     else ((uint16_t *)to)[own] = block->d;
     if (f->minima) ((uint16_t *)to)[PANEL + own] = block->m;
@@ -193,19 +199,6 @@ INLINE void decode_chunk(const uint32_t *codes, uint32_t *to, const int bits, co
     for (int first = 0; first < PANEL; first += LANES)
 #pragma GCC unroll 16
         for (int k = 0; k < CHUNK / 2; k++) *(words *)(to + k * PANEL + first) = pair_of(codes + first, k, bits, listed);
-}
-
-/* LANES float16 numbers as floats. */
-INLINE floats widen_halves(const uint16_t *from) {
-#if LANES == 16
-    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#elif defined(__F16C__)
-    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-#else
-    floats found;
-    for (int n = 0; n < LANES; n++) found[n] = float_of(from[n]);
-    return found;
-#endif
 }
 
 /* LANES bytes, signed or unsigned, as 32-bit numbers; gcc would convert vectors one lane after another. */
