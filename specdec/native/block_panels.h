@@ -124,32 +124,34 @@ typedef uint16_t doubled __attribute__((vector_size(4 * LANES), aligned(4), may_
 
 INLINE words shifted(words bits, const int right) { return right < 0 ? bits << -right : bits >> right; }
 
-/* Levels of four-bit codes, for LANES outputs: two adjacent 16-bit numbers each. */
-INLINE words levels_of(words numbers) {
-#if LANES == 16 && defined(__AVX512BW__)
-    return (words)_mm512_permutexvar_epi16((__m512i)numbers, _mm512_loadu_si512(levels));
+/* Levels of pair k of a word's eight codes, for LANES outputs: two adjacent 16-bit numbers each. */
+INLINE words levels_of(words eight, const int k) {
+#if LANES == 16 && defined(__AVX512BW__) /* it reads five bits of each number, and the list is there twice */
+    return (words)_mm512_permutexvar_epi16((__m512i)(eight >> 4 * k), _mm512_loadu_si512(levels.twice));
+#elif LANES == 8 && defined(__AVX2__) /* four levels as bytes, of which two are widened */
+    const __m256i list = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)levels.bytes));
+    const shorts four = (shorts)_mm256_shuffle_epi8(list, (__m256i)(eight >> 4 * (k % 2) & 0x0f0f0f0f));
+    return (words)((k < 2 ? four << 8 : four) >> 8);
 #else
     words found;
     for (int n = 0; n < LANES; n++)
-        found[n] = (uint16_t)levels[numbers[n] & 15] | (uint32_t)(uint16_t)levels[numbers[n] >> 16] << 16;
+        found[n] = (uint16_t)levels.bytes[eight[n] >> 4 * k & 15] | (uint32_t)(uint16_t)levels.bytes[eight[n] >> (4 * k + 16) & 15] << 16;
     return found;
 #endif
 }
 
-/* The same as bytes, plus 128. */
+/* Levels of four codes as bytes, plus 128. */
 INLINE words byte_levels_of(words numbers) {
-    uint8_t table[16];
-    for (int n = 0; n < 16; n++) table[n] = (uint8_t)(levels[n] + 128);
 #if LANES == 16 && defined(__AVX512BW__)
-    const __m128i own = _mm_loadu_si128((const __m128i *)table);
-    return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(own), (__m512i)numbers);
+    const __m128i list = _mm_loadu_si128((const __m128i *)levels.above);
+    return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(list), (__m512i)numbers);
 #elif LANES == 8 && defined(__AVX2__)
-    const __m128i own = _mm_loadu_si128((const __m128i *)table);
-    return (words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(own), (__m256i)numbers);
+    const __m128i list = _mm_loadu_si128((const __m128i *)levels.above);
+    return (words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(list), (__m256i)numbers);
 #else
     for (int n = 0; n < LANES; n++)
-        numbers[n] = table[numbers[n] & 15] | table[numbers[n] >> 8 & 15] << 8 | table[numbers[n] >> 16 & 15] << 16 |
-                     (uint32_t)table[numbers[n] >> 24] << 24;
+        numbers[n] = levels.above[numbers[n] & 15] | levels.above[numbers[n] >> 8 & 15] << 8 |
+                     levels.above[numbers[n] >> 16 & 15] << 16 | (uint32_t)levels.above[numbers[n] >> 24] << 24;
     return numbers;
 #endif
 }
@@ -172,10 +174,10 @@ INLINE words pair_of(const uint32_t *codes, const int k, const int bits, const i
         if (bits == 2) return low;
         return low | (shifted(WORDS(codes, 2), one - 2) & 0x00040004);
     }
+    if (listed) return levels_of(WORDS(codes, eight), k % 4);
     const words low = WORDS(codes, eight) >> 4 * (k % 4) & 0x000f000f;
     if (bits == 5) return low | (shifted(WORDS(more, 0), one - 4) & 0x00100010);
     if (bits == 6) return low | (shifted(WORDS(more, k / 8), two - 4) & 0x00300030);
-    if (listed) return levels_of(low);
     return low;
 }
 

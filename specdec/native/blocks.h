@@ -200,9 +200,17 @@ static const WeightFormat formats[] = {
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
-/* The list of values that four-bit codes index. */
-static const int16_t levels[32] = {-127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113,
-                                   -127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113};
+/* The list of values that four-bit codes number: as 16-bit numbers, twice; as bytes; and as bytes, plus 128. */
+#define LEVELS(of) \
+    of(-127) of(-104) of(-83) of(-65) of(-49) of(-35) of(-22) of(-10) of(1) of(13) of(25) of(38) of(53) of(69) of(89) of(113)
+#define ITSELF(level) level,
+#define ABOVE(level) level + 128,
+typedef struct {
+    int16_t twice[32];
+    int8_t bytes[16];
+    uint8_t above[16];
+} Levels;
+static const Levels levels = {{LEVELS(ITSELF) LEVELS(ITSELF)}, {LEVELS(ITSELF)}, {LEVELS(ABOVE)}};
 
 /* Those of bitsandbytes: quantiles of a normal distribution; numbers of one sign bit, two bits of exponent and one of
  * fraction, over the largest. */
@@ -245,7 +253,7 @@ INLINE int code_of(const WeightFormat *f, const Block256 *block, int i) {
 INLINE float level_of(const WeightFormat *f, int code) {
     if (f->levels == HALVES) return float_of((uint16_t)code);
     if (has_float_levels(f)) return float_levels[f->levels - NF4][code];
-    return (float)(f->levels ? levels[code] : code - f->offset);
+    return (float)(f->levels ? levels.bytes[code] : code - f->offset);
 }
 
 /* With minima, a scale times a level is exact: at most 22 bits. */
