@@ -1,9 +1,9 @@
 """GGUF: models in llama.cpp's file format, and the tokenizers that such files describe.
 
-Where native layers run a model, its blocks stay quantised (:mod:`specdec.models.gguf_blocks`). Otherwise they are
-dequantised, by transformers where a model is spread over devices, and it takes as much memory as one from safetensors:
-two bytes a parameter in bfloat16, four in float32. Rounding to bfloat16 changes a weight far less than its
-quantisation did.
+Where native layers run a model, its blocks stay quantised, and its float16 matrices float16
+(:mod:`specdec.models.gguf_blocks`). Otherwise they are dequantised, by transformers where a model is spread over
+devices, and it takes as much memory as one from safetensors: two bytes a parameter in bfloat16, four in float32.
+Rounding to bfloat16 changes a weight far less than its quantisation did.
 """
 
 from __future__ import annotations
@@ -83,9 +83,18 @@ class GgufFile:
         check_blocks(self.table, config.num_hidden_layers)
         return config
 
-    def why_dequantised(self, dtype: str | torch.dtype, device: Any) -> str | None:
-        """The reason why its blocks must be dequantised, or None where they can stay quantised."""
-        return why_dequantised(self.table, getattr(torch, dtype) if isinstance(dtype, str) else dtype, device)
+    def native_dtype(self, device: Any) -> torch.dtype:
+        """The dtype that it is computed in where native layers may run it: the weights', but of float16 float32."""
+        wide = self.dtype is torch.float16 and self.why_dequantised(torch.float32, device) is None
+        return torch.float32 if wide else self.dtype
+
+    def why_dequantised(self, dtype: str | torch.dtype, device: Any, *, int8: bool = False) -> str | None:
+        """The reason why its blocks must be dequantised, or None where they can stay as they are.
+
+        ``int8``: the rows that multiply them are to be rounded to bytes.
+        """
+        computed = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return why_dequantised(self.table, computed, device, int8=int8)
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:

@@ -62,13 +62,29 @@ _PROCESSORS = {
 _OPTIONAL = re.compile(r".*\.(self_attn|mlp)\.\w+\.bias")  # zeros where the file lacks one, as in llama.cpp
 
 
-def why_dequantised(table: TensorTable, dtype: torch.dtype, device: Any) -> str | None:
-    """The reason why a file's blocks must be dequantised, or None where they can stay quantised."""
-    if not any(entry.type in formats() and len(entry.shape) == 2 for entry in table.entries):
+def why_dequantised(table: TensorTable, dtype: torch.dtype, device: Any, *, int8: bool = False) -> str | None:
+    """The reason why a file's blocks must be dequantised, or None where they can stay as they are.
+
+    ``int8``: the rows that multiply them are to be rounded to bytes.
+    """
+    kept = [formats()[entry.type] for entry in table.entries if len(entry.shape) == 2 and _stays(entry, dtype)]
+    if not kept:
         return "none of its weights are in blocks that native layers read"
+    if int8 and not any(one.has_integers for one in kept):
+        return "none of its weights are in blocks of integers"
     if (family := table.metadata["general.architecture"]) not in _FAMILIES:
         return f"native layers do not run the architecture {family!r}"
     return why_not_native(dtype, device)
+
+
+def _stays(entry: TensorEntry, dtype: torch.dtype) -> bool:
+    """Whether a model in this dtype can hold a matrix as it is in the file.
+
+    One in float16 it does in float32. In bfloat16 it is rounded, as that of any other checkpoint.
+    """
+    if (one := formats().get(entry.type)) is None:
+        return False
+    return not one.is_float16 or (dtype is torch.float32 and entry.shape[-1] % int(one.values) == 0)
 
 
 def why_not_native(dtype: torch.dtype, device: Any) -> str | None:
@@ -117,7 +133,8 @@ def described(model: nn.Module) -> str:
     counts = Counter(part.format.name for store in stores.values() for part in store.parts)
     size = sum(store.nbytes for store in stores.values())
     formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-    told = f"quantised blocks as in the file: {formats}; {size / 1e6:.0f} MB in panels"
+    kind = "float16" if {*counts} == {"F16"} else "quantised blocks"
+    told = f"{kind} as in the file: {formats}; {size / 1e6:.0f} MB in panels"
     return told + described_rows(model)
 
 
@@ -126,9 +143,16 @@ def described_rows(model: nn.Module) -> str:
     if not any(store.int8 for store in _stores(model).values()):
         return ""
     told = "; rows that they are multiplied with in int8"
-    if dense := [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
+    if dense := [name for name, module in model.named_modules() if _keeps_rows(module)]:
         told += f", but not those of {len(dense)} other matrices, such as {dense[0]}"
     return told
+
+
+def _keeps_rows(module: nn.Module) -> bool:
+    """Whether a linear rounds no rows to bytes where blocks of integers do."""
+    if isinstance(module, PackedLinear):
+        return isinstance(module.store, BlockWeight) and not module.store.int8
+    return isinstance(module, nn.Linear)
 
 
 def _stores(model: nn.Module) -> dict[int, BlockWeight]:
@@ -296,7 +320,7 @@ class _GgufFilling(Filling):
         return name not in self._entries and _OPTIONAL.fullmatch(name) is not None
 
     def _is_dense(self, entry: TensorEntry) -> bool:
-        return not self._in_blocks or entry.type not in formats()
+        return not (self._in_blocks and _stays(entry, self._dtype))
 
     def _dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """The weight as a dense tensor."""

@@ -99,16 +99,17 @@ def load_weights(
     place = model_source(path, revision=revision, subfolder=subfolder, code=trust_remote_code)
     gguf = GgufFile.read(place) if is_gguf(place) else None
     reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    spread, int8 = device_map is not None or split, activations == "int8"
+    natively = in_blocks and not spread
     if gguf is not None:
-        dtype = gguf.dtype if dtype == "auto" else dtype
+        usual = gguf.native_dtype(device) if natively else gguf.dtype
+        dtype = usual if dtype == "auto" else dtype
     else:
         _check_folder(place)
-    int8 = activations == "int8"
     if gguf is not None:
         why: str | None = "another way to run its layers was asked for"
-        spread = device_map is not None or split
-        if in_blocks and not spread:
-            why = gguf.why_dequantised(dtype, device)
+        if natively:
+            why = gguf.why_dequantised(dtype, device, int8=int8)
         if why is not None and int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
         if not spread:
@@ -137,7 +138,6 @@ def load_weights(
             if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
                 config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
             if gguf is None:
-                spread = device_map is not None or split
                 quantised = quantised_model(place, config, dtype, device, in_blocks=in_blocks, spread=spread, int8=int8)
                 if quantised is not None:
                     return quantised

@@ -99,8 +99,8 @@ def _not_finite(model: Any, target: Target, what: str) -> NumericalError:
         kinds = module.names if isinstance(module, PackedModule) else ()
         if name := next((kind for kind in kinds if not _finite(getattr(module, kind))), None):
             return NumericalError(
-                f"{target.name}: {what} on a few tokens, as the quantised weight '{place}.{name}' has a scale that is "
-                "NaN or infinity; the file is broken: get it again, or another quantisation"
+                f"{target.name}: {what} on a few tokens, as the stored weight '{place}.{name}' has a scale or a value "
+                "that is NaN or infinity; the file is broken: get it again, or another quantisation"
             )
     return NumericalError(
         f"{target.name}: {what} on a few tokens, though its weights are finite; load it in a wider dtype than "
