@@ -81,7 +81,7 @@ def quantised_file(
     vocab_size: int = len(TOKENS),
     **sizes: Any,
 ) -> Path:
-    """A random model of a family, whose matrices have these formats in turn; ``F16`` and others are no blocks."""
+    """A random model of a family, whose matrices have these formats in turn; ``F16`` and others are plain numbers."""
     wide = {"num_attention_heads": 2, "head_dim": 128, "num_key_value_heads": 1} if family.startswith("qwen3") else {}
     if family == "qwen3moe":
         wide |= {"moe_intermediate_size": 256}

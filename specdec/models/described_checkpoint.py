@@ -26,7 +26,7 @@ from specdec.errors import CheckpointError, ConfigError, SpecdecError, shown, to
 from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
 from specdec.models.gguf import GgufFile, is_gguf
 from specdec.models.gguf_rope import factors_read
-from specdec.models.gguf_source import GGUF_NAMES, GgufSource
+from specdec.models.gguf_source import GGUF_NAMES, GgufSource, stays
 from specdec.models.gguf_tensors import check_known, check_read
 from specdec.models.gguf_tokenizer import ends_of
 from specdec.models.inspection import end_ids, refuse_unfit
@@ -252,10 +252,8 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     check_sizes(config.to_dict(), wanted.path)
     take_long_factors(config, wanted.max_model_len)
     spec, names, text = _described(config)
-    dtype, entries = wanted.dtype or file.dtype, file.table.entries
-    none = "none of its weights are in blocks that native layers read"
-    blocks = any(entry.type in formats() and len(entry.shape) == 2 for entry in entries)
-    why = wanted.why_dense(dtype, None if blocks else none)
+    dtype = wanted.dtype or (torch.float32 if _runs_float16(file, wanted) else file.dtype)
+    why = wanted.why_dense(dtype, _why_none_stays(file, dtype, int8=wanted.int8))
     needed = {_as_in_file(weight) for weight in shapes_of(spec) if weight.kind == "weight"}
     expected = {_as_in_file(weight) for weight in shapes_of(spec)}
     expected |= {*factors_read(str(file.metadata["general.architecture"]))}
@@ -263,7 +261,7 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     if needed <= {*file.names}:  # else what is missing is said first
         check_read(file.table, expected)
     text.dtype = dtype
-    source: Source = GgufSource(file.table, config)
+    source: Source = GgufSource(file.table, config, dtype)
     ends = ends_of(path)
     generation: Any = GenerationConfig.from_model_config(config)
     generation.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
@@ -277,6 +275,20 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
         quantised=str,  # each matrix in its own format
         why_dense=why,
     )
+
+
+def _runs_float16(file: GgufFile, wanted: _Wanted) -> bool:
+    """Whether native layers run a file's float16 as it is, in float32."""
+    native = wanted.in_blocks and _why_not_native(torch.float32, wanted.device) is None
+    return native and file.dtype is torch.float16 and _why_none_stays(file, torch.float32) is None
+
+
+def _why_none_stays(file: GgufFile, dtype: torch.dtype, *, int8: bool = False) -> str | None:
+    """Why none of a file's matrices can be held as they are, or None; with ``int8``, multiplied with rounded rows."""
+    kept = [formats()[entry.type] for entry in file.table.entries if stays(entry, dtype)]
+    if not kept:
+        return "none of its weights are in blocks that native layers read"
+    return "none of its weights are in blocks of integers" if int8 and not any(k.has_integers for k in kept) else None
 
 
 def _as_in_file(weight: Weight) -> str:

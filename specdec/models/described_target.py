@@ -297,10 +297,11 @@ def _in_blocks(executor: TorchExecutor, kind: str) -> str:
     told = f"{kind} in blocks: {counts.total()} matrices, {size}"
     if not kind:
         listed = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-        told = f"quantised blocks as in the file: {listed}; {size}"
+        told = f"{'float16' if {*counts} == {'F16'} else 'quantised blocks'} as in the file: {listed}; {size}"
     if any(kernel.int8 for kernel in blocks):
         told += "; rows that they are multiplied with in int8"
-        dense = [name for names, kernel in every if not isinstance(kernel, BlockWeight) for name in names]
+        rounded = (isinstance(kernel, BlockWeight) and kernel.int8 for _, kernel in every)
+        dense = [name for (names, _), one in zip(every, rounded, strict=True) if not one for name in names]
         if dense:
             told += f", but not those of {len(dense)} other matrices, such as {dense[0].removesuffix('.weight')}"
     return told

@@ -21,7 +21,7 @@ from specdec.models.gguf_table import TensorEntry, TensorTable
 from specdec.native.formats import formats
 from specdec.runners.block_weight import BlockTensor
 
-__all__ = ["GGUF_NAMES", "PROCESSORS", "GgufSource"]
+__all__ = ["GGUF_NAMES", "PROCESSORS", "GgufSource", "stays"]
 
 PROCESSORS = {
     **TENSOR_PROCESSORS,
@@ -55,6 +55,16 @@ GGUF_NAMES = Names(
 """What llama.cpp calls a decoder's tensors; experts are numbered here, as a file has those of a layer in one."""
 
 
+def stays(entry: TensorEntry, dtype: torch.dtype) -> bool:
+    """Whether a decoder in this dtype can hold a matrix as it is in the file.
+
+    One in float16 it does in float32. In bfloat16 it is rounded, as that of any other checkpoint.
+    """
+    if (one := formats().get(entry.type)) is None or len(entry.shape) < 2:
+        return False
+    return not one.is_float16 or (dtype is torch.float32 and entry.shape[-1] % int(one.values) == 0)
+
+
 class GgufSource:
     """As of :class:`specdec.decoder.weights.source.Source`.
 
@@ -63,12 +73,13 @@ class GgufSource:
     Args:
         table: of a file.
         config: of transformers, made of the file's settings.
+        dtype: of the computation.
     """
 
     biases_lack = True  # as in llama.cpp
 
-    def __init__(self, table: TensorTable, config: Any) -> None:
-        self.where, self._table = table.where, table
+    def __init__(self, table: TensorTable, config: Any, dtype: torch.dtype) -> None:
+        self.where, self._table, self._dtype = table.where, table, dtype
         factors = factors_read(str(table.metadata["general.architecture"]))
         sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
         processor: Any = PROCESSORS.get(str(table.metadata["general.architecture"]), TensorProcessor)
@@ -87,7 +98,7 @@ class GgufSource:
 
     def blocks(self, name: str) -> BlockTensor | None:
         entry = self._experts.get(name) or self._entries[name]
-        if entry.type not in formats() or len(entry.shape) < 2:
+        if not stays(entry, self._dtype):
             return None
         rows = np.arange(entry.shape[0])
         order = rows if name in self._experts else self._processed(rows, name)

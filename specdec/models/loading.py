@@ -93,11 +93,11 @@ def load_weights(
     place = model_source(path, revision=revision, subfolder=subfolder, code=trust_remote_code)
     gguf = GgufFile.read(place) if is_gguf(place) else None
     reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    spread, int8 = device_map is not None or split, activations == "int8"
     if gguf is not None:
         dtype = gguf.dtype if dtype == "auto" else dtype
     else:
         check_folder(place)
-    int8, spread = activations == "int8", device_map is not None or split
     if gguf is not None:
         family = str(gguf.metadata["general.architecture"])
         why = "it is spread" if spread else f"native layers do not run the architecture {family!r}"

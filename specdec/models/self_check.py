@@ -94,8 +94,8 @@ def check_finite(target: Any) -> None:
     name = next((name for name, weight in target.named_weights() if not bool(weight.isfinite().all())), None)
     if name in blocks:
         raise NumericalError(
-            f"{what}, as the quantised weight {name!r} has a scale that is NaN or infinity; the file is broken: get it "
-            "again, or another quantisation"
+            f"{what}, as the stored weight {name!r} has a scale or a value that is NaN or infinity; the file is "
+            "broken: get it again, or another quantisation"
         )
     if name is not None:
         raise NumericalError(

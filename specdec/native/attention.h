@@ -211,11 +211,6 @@ INLINE void mix(const Seen *a, const Keys *block, float *const output[UNITS], co
     for (; d < a->dim; d += LANES) mix_some(block, output, shares, a->room, d, 1, units, kind);
 }
 
-#ifdef __AVX512BF16__
-enum { HAS_PAIRS = 1 };
-#else
-enum { HAS_PAIRS = 0 };
-#endif
 #define EACH_KIND(n, act)                                                            \
     case n:                                                                          \
         if (a->kind == FULL) act(a, block, own, scores, n, FULL);                    \

@@ -6,9 +6,11 @@
  * inputs 0 and 2, byte 1 of inputs 4 and 6, byte 2 of 1 and 3, byte 3 of 5 and 7. So one shift and one mask give,
  * for each output, two inputs as adjacent 16-bit numbers (0 and 1, 2 and 3, ...), or four as bytes (0, 4, 1, 5 and
  * 2, 6, 3, 7). Bits above the lowest four, or two, have words of their own. A panel takes the bytes of its blocks
- * in the file, or up to 4% more. */
+ * in the file, or up to 4% more. Float16 lies as in dense weights' panels: of each input, one output after another. */
 
-INLINE int64_t head_bytes(const WeightFormat *f) { return 2 * PANEL * (f->minima || f->scales == FLOATS ? 2 : 1); }
+INLINE int64_t head_bytes(const WeightFormat *f) {
+    return f->scales == UNSCALED ? 0 : 2 * PANEL * (f->minima || f->scales == FLOATS ? 2 : 1);
+}
 INLINE int64_t groups_in(const WeightFormat *f) { return CHUNK / f->group; } /* of a chunk */
 INLINE int has_numbers(const WeightFormat *f) { return f->scales == BYTES || f->scales == NIBBLES; }
 INLINE int64_t number_bytes(const WeightFormat *f) { /* of a chunk's groups */
@@ -80,6 +82,10 @@ INLINE void put_any_codes(const uint8_t *codes, uint32_t *to, int bits) {
 /* Writes one output's block to its place in the panel's block. */
 static void put_block(const WeightFormat *f, const Block256 *block, uint8_t *to, int64_t own) {
     const int64_t groups = groups_in(f);
+    if (f->levels == HALVES) {
+        for (int i = 0; i < CHUNK; i++) ((uint16_t *)to)[i * PANEL + own] = two_bytes(block->codes + 2 * i);
+        return;
+    }
     if (f->scales == FLOATS) ((uint32_t *)to)[own] = block->d | (uint32_t)block->m << 16;
     else ((uint16_t *)to)[own] = block->d;
     if (f->minima) ((uint16_t *)to)[PANEL + own] = block->m;
@@ -118,32 +124,34 @@ typedef uint16_t doubled __attribute__((vector_size(4 * LANES), aligned(4), may_
 
 INLINE words shifted(words bits, const int right) { return right < 0 ? bits << -right : bits >> right; }
 
-/* Levels of four-bit codes, for LANES outputs: two adjacent 16-bit numbers each. */
-INLINE words levels_of(words numbers) {
-#if LANES == 16 && defined(__AVX512BW__)
-    return (words)_mm512_permutexvar_epi16((__m512i)numbers, _mm512_loadu_si512(levels));
+/* Levels of pair k of a word's eight codes, for LANES outputs: two adjacent 16-bit numbers each. */
+INLINE words levels_of(words eight, const int k) {
+#if LANES == 16 && defined(__AVX512BW__) /* it reads five bits of each number, and the list is there twice */
+    return (words)_mm512_permutexvar_epi16((__m512i)(eight >> 4 * k), _mm512_loadu_si512(levels.twice));
+#elif LANES == 8 && defined(__AVX2__) /* four levels as bytes, of which two are widened */
+    const __m256i list = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)levels.bytes));
+    const shorts four = (shorts)_mm256_shuffle_epi8(list, (__m256i)(eight >> 4 * (k % 2) & 0x0f0f0f0f));
+    return (words)((k < 2 ? four << 8 : four) >> 8);
 #else
     words found;
     for (int n = 0; n < LANES; n++)
-        found[n] = (uint16_t)levels[numbers[n] & 15] | (uint32_t)(uint16_t)levels[numbers[n] >> 16] << 16;
+        found[n] = (uint16_t)levels.bytes[eight[n] >> 4 * k & 15] | (uint32_t)(uint16_t)levels.bytes[eight[n] >> (4 * k + 16) & 15] << 16;
     return found;
 #endif
 }
 
-/* The same as bytes, plus 128. */
+/* Levels of four codes as bytes, plus 128. */
 INLINE words byte_levels_of(words numbers) {
-    uint8_t table[16];
-    for (int n = 0; n < 16; n++) table[n] = (uint8_t)(levels[n] + 128);
 #if LANES == 16 && defined(__AVX512BW__)
-    const __m128i own = _mm_loadu_si128((const __m128i *)table);
-    return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(own), (__m512i)numbers);
+    const __m128i list = _mm_loadu_si128((const __m128i *)levels.above);
+    return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(list), (__m512i)numbers);
 #elif LANES == 8 && defined(__AVX2__)
-    const __m128i own = _mm_loadu_si128((const __m128i *)table);
-    return (words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(own), (__m256i)numbers);
+    const __m128i list = _mm_loadu_si128((const __m128i *)levels.above);
+    return (words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(list), (__m256i)numbers);
 #else
     for (int n = 0; n < LANES; n++)
-        numbers[n] = table[numbers[n] & 15] | table[numbers[n] >> 8 & 15] << 8 | table[numbers[n] >> 16 & 15] << 16 |
-                     (uint32_t)table[numbers[n] >> 24] << 24;
+        numbers[n] = levels.above[numbers[n] & 15] | levels.above[numbers[n] >> 8 & 15] << 8 |
+                     levels.above[numbers[n] >> 16 & 15] << 16 | (uint32_t)levels.above[numbers[n] >> 24] << 24;
     return numbers;
 #endif
 }
@@ -166,10 +174,10 @@ INLINE words pair_of(const uint32_t *codes, const int k, const int bits, const i
         if (bits == 2) return low;
         return low | (shifted(WORDS(codes, 2), one - 2) & 0x00040004);
     }
+    if (listed) return levels_of(WORDS(codes, eight), k % 4);
     const words low = WORDS(codes, eight) >> 4 * (k % 4) & 0x000f000f;
     if (bits == 5) return low | (shifted(WORDS(more, 0), one - 4) & 0x00100010);
     if (bits == 6) return low | (shifted(WORDS(more, k / 8), two - 4) & 0x00300030);
-    if (listed) return levels_of(low);
     return low;
 }
 
@@ -193,19 +201,6 @@ INLINE void decode_chunk(const uint32_t *codes, uint32_t *to, const int bits, co
     for (int first = 0; first < PANEL; first += LANES)
 #pragma GCC unroll 16
         for (int k = 0; k < CHUNK / 2; k++) *(words *)(to + k * PANEL + first) = pair_of(codes + first, k, bits, listed);
-}
-
-/* LANES float16 numbers as floats. */
-INLINE floats widen_halves(const uint16_t *from) {
-#if LANES == 16
-    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#elif defined(__F16C__)
-    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-#else
-    floats found;
-    for (int n = 0; n < LANES; n++) found[n] = float_of(from[n]);
-    return found;
-#endif
 }
 
 /* LANES bytes, signed or unsigned, as 32-bit numbers; gcc would convert vectors one lane after another. */

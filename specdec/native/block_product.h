@@ -3,6 +3,14 @@
 /* Panels of a product in blocks, whose parts each have a format. */
 INLINE int64_t panels_of(const Part *part) { return (part->outputs + PANEL - 1) / PANEL; }
 
+/* Sums [rows, PANEL] of rows times a panel of float16, which lies as a dense weight's. */
+static void multiply_float16(const Part *part, int64_t panel, int64_t inputs, const float *x, float *sums, int64_t rows) {
+    const Product p = {.weight = part->weight, .inputs = inputs, .outputs = part->outputs, .kind = FLOAT16};
+    const char *next = (const char *)p.weight + (panel + 1) * panel_bytes(&p);
+    const Ahead then = {panel + 1 < panels_of(part) ? next : NULL, NULL};
+    multiply_panels(&p, x, sums, rows, 0, groups_of(&p, rows), panel, 1, 0, then);
+}
+
 /* The product, as `product` does it for other kinds. */
 static void product_in_blocks(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int onto,
                               void *out, int half, const Team *team) {
@@ -19,7 +27,8 @@ static void product_in_blocks(const Product *p, const float *x, float *y, int64_
             const int64_t first = at + panel * PANEL, left = part->outputs - panel * PANEL, count = left < PANEL ? left : PANEL;
             for (int64_t row = 0; row < rows; row += PASS) {
                 const int64_t some = rows - row < PASS ? rows - row : PASS, stride = apart_by(p->inputs);
-                if (has_float_levels(f)) multiply_levels(f, weight, p->inputs, x + row * stride, stride, sums, some);
+                if (f->levels == HALVES) multiply_float16(part, panel, p->inputs, x + row * stride, sums, some);
+                else if (has_float_levels(f)) multiply_levels(f, weight, p->inputs, x + row * stride, stride, sums, some);
                 else if (p->kind == INT8_QUANTISED || (p->kind == QUANTISED && rows <= FEW_CODED))
                     multiply_coded(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == INT8_QUANTISED);
                 else multiply_blocks(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == EXACT_QUANTISED);
@@ -52,6 +61,12 @@ static void look_up_blocks(const Product *p, int64_t number, void *y, int half) 
     }
     const uint8_t *panel = (const uint8_t *)part->weight + number / PANEL * (p->inputs / f->values) * block_bytes(f);
     const int64_t own = number % PANEL, chunks = p->inputs / CHUNK;
+    for (int64_t i = 0; f->levels == HALVES && i < p->inputs; i++) {
+        const float value = float_of(((const uint16_t *)panel)[i * PANEL + own]);
+        if (half) ((uint16_t *)y)[i] = narrow(value);
+        else ((float *)y)[i] = value;
+    }
+    if (f->levels == HALVES) return;
     Decoded d;
     for (int64_t first = 0; first < chunks; first += STRETCHED / CHUNK) {
         const int64_t last = first + STRETCHED / CHUNK < chunks ? first + STRETCHED / CHUNK : chunks;

@@ -5,9 +5,11 @@
  * Plain scales are d and -m; others are d times a group's number, and minima m times a group's. d and m are float16, or
  * one float32 in two halves, which is the scale. */
 enum { MOST = 256, GROUP = 16, CHUNK = 32 }; /* values of a block, at most; of the smallest group; decoded at once */
-enum Scales { PLAIN, BYTES, NIBBLES, ZEROS, FLOATS }; /* d and m alone; a byte of each for a group; four bits of each; d
-                                                       * alone, and m is the code that stands for zero; a float32 */
-enum Lists { NONE, INTEGERS, NF4, FP4 };               /* of values that codes number; the latter two are of float32 */
+enum Scales { PLAIN, BYTES, NIBBLES, ZEROS, FLOATS, UNSCALED }; /* d and m alone; a byte of each for a group; four bits of
+                                                                 * each; d alone, and m is the code that stands for zero;
+                                                                 * a float32; none */
+enum Lists { NONE, INTEGERS, NF4, FP4, HALVES }; /* of values that codes number; NF4 and FP4 are of float32; the codes of
+                                                  * HALVES, of two bytes, are float16 themselves */
 typedef struct {
     uint16_t d, m;
     int8_t scales[MOST / GROUP];
@@ -169,6 +171,8 @@ INLINE void read_int8(const uint8_t *restrict block, Block256 *restrict to, cons
 static void read_int8_32(const uint8_t *restrict block, Block256 *restrict to) { read_int8(block, to, 32); }
 static void read_int8_128(const uint8_t *restrict block, Block256 *restrict to) { read_int8(block, to, 128); }
 
+static void read_f16(const uint8_t *restrict block, Block256 *restrict to) { memcpy(to->codes, block, 2 * CHUNK); }
+
 static const WeightFormat formats[] = {
     /* name, type, values, bytes, bits, offset, group, scales, minima, levels */
     {"Q4_0", 2, 32, 18, 4, 8, 32, PLAIN, 0, 0, read_q4_0},
@@ -192,12 +196,21 @@ static const WeightFormat formats[] = {
     {"FP4_64", -2064, 64, 36, 4, 0, 32, FLOATS, 0, FP4, read_levels_64},
     {"INT8_32", -3032, 32, 36, 8, 128, 32, FLOATS, 0, 0, read_int8_32},
     {"INT8_128", -3128, 128, 132, 8, 128, 32, FLOATS, 0, 0, read_int8_128},
+    {"F16", 1, 32, 64, 16, 0, 32, UNSCALED, 0, HALVES, read_f16}, /* in a file, values have no blocks */
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
-/* The list of values that four-bit codes index. */
-static const int16_t levels[32] = {-127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113,
-                                   -127, -104, -83, -65, -49, -35, -22, -10, 1,  13,  25,  38,  53,  69,  89,  113};
+/* The list of values that four-bit codes number: as 16-bit numbers, twice; as bytes; and as bytes, plus 128. */
+#define LEVELS(of) \
+    of(-127) of(-104) of(-83) of(-65) of(-49) of(-35) of(-22) of(-10) of(1) of(13) of(25) of(38) of(53) of(69) of(89) of(113)
+#define ITSELF(level) level,
+#define ABOVE(level) level + 128,
+typedef struct {
+    int16_t twice[32];
+    int8_t bytes[16];
+    uint8_t above[16];
+} Levels;
+static const Levels levels = {{LEVELS(ITSELF) LEVELS(ITSELF)}, {LEVELS(ITSELF)}, {LEVELS(ABOVE)}};
 
 /* Those of bitsandbytes: quantiles of a normal distribution; numbers of one sign bit, two bits of exponent and one of
  * fraction, over the largest. */
@@ -213,20 +226,6 @@ INLINE int has_float_levels(const WeightFormat *f) { return f->levels >= NF4; }
 /* Format number n, or NULL where there is none. */
 const WeightFormat *specdec_format(int n) { return n >= 0 && n < FORMATS ? formats + n : NULL; }
 
-INLINE float float_of(uint16_t half) { /* the value of a float16 */
-#ifdef __F16C__
-    return _cvtsh_ss(half);
-#else
-    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    uint32_t bits = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : (rest << 13) + (112u << 23);
-    float value;
-    if (rest < 0x0400) return (sign ? -1.f : 1.f) * (float)rest * 0x1p-24f;
-    bits |= sign;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-#endif
-}
-
 /* The scale, or the minimum, of a group in a block. */
 INLINE float scale_of(const WeightFormat *f, const Block256 *block, int group) {
     if (f->scales == FLOATS) {
@@ -235,6 +234,7 @@ INLINE float scale_of(const WeightFormat *f, const Block256 *block, int group) {
         memcpy(&scale, &bits, sizeof scale);
         return scale;
     }
+    if (f->scales == UNSCALED) return 1;
     const float d = float_of(block->d);
     return f->scales == PLAIN || f->scales == ZEROS ? d : d * (float)block->scales[group];
 }
@@ -245,15 +245,20 @@ INLINE float minimum_of(const WeightFormat *f, const Block256 *block, int group)
     return f->scales == PLAIN ? -float_of(block->m) : float_of(block->m) * (float)block->minima[group];
 }
 
+INLINE int code_of(const WeightFormat *f, const Block256 *block, int i) {
+    return f->levels == HALVES ? two_bytes(block->codes + 2 * i) : block->codes[i];
+}
+
 /* What a code stands for, before it is scaled. */
 INLINE float level_of(const WeightFormat *f, int code) {
+    if (f->levels == HALVES) return float_of((uint16_t)code);
     if (has_float_levels(f)) return float_levels[f->levels - NF4][code];
-    return (float)(f->levels ? levels[code] : code - f->offset);
+    return (float)(f->levels ? levels.bytes[code] : code - f->offset);
 }
 
 /* With minima, a scale times a level is exact: at most 22 bits. */
 INLINE float value_in(const WeightFormat *f, const Block256 *block, int i) {
-    const float scale = scale_of(f, block, i / f->group), level = level_of(f, block->codes[i]);
+    const float scale = scale_of(f, block, i / f->group), level = level_of(f, code_of(f, block, i));
     return f->minima ? fused_one(scale, level, -minimum_of(f, block, i / f->group)) : scale * level;
 }
 
@@ -262,7 +267,7 @@ INLINE void dequantise_group(const WeightFormat *f, const Block256 *block, int f
     const uint8_t *codes = block->codes + first;
     float values[CHUNK];
     if (f->levels)
-        for (int i = 0; i < group; i++) values[i] = level_of(f, codes[i]);
+        for (int i = 0; i < group; i++) values[i] = level_of(f, code_of(f, block, first + i));
     else
         for (int i = 0; i < group; i++) values[i] = codes[i] - f->offset;
     if (f->minima)

@@ -36,6 +36,11 @@ class WeightFormat(Structure):
         return int(self.levels) < 2  # as Lists in ``blocks.h``
 
     @property
+    def is_float16(self) -> bool:
+        """Whether it is plain float16, in which nothing is quantised."""
+        return int(self.levels) == 4  # as Lists in ``blocks.h``
+
+    @property
     def has_float_scales(self) -> bool:
         """Whether a block's scale is one float32; else it is a float16, as a minimum is."""
         return int(self.scales) == 4  # as Scales in ``blocks.h``

@@ -14,6 +14,10 @@ INLINE void copy_row(const Product *p, int64_t number, void *y, const int kind, 
             ((float *)y)[i] = ((const float *)panel)[i * PANEL + own];
             continue;
         }
+        if (kind == FLOAT16) {
+            ((float *)y)[i] = float_of(((const uint16_t *)panel)[i * PANEL + own]);
+            continue;
+        }
         uint16_t value;
         if (kind == HALF) value = ((const uint16_t *)panel)[i * PANEL + own];
         else if (kind == PAIRS) value = ((const uint16_t *)panel)[(i / 2 * PANEL + own) * 2 + i % 2];
@@ -27,7 +31,7 @@ INLINE void copy_row(const Product *p, int64_t number, void *y, const int kind, 
     }
 }
 
-/* Writes a weight's row to y [inputs], in bfloat16 or float32. */
+/* Writes a weight's row to y [inputs], in bfloat16 or float32; of a float32 or float16 weight in float32. */
 static void look_up_row(const Product *p, int64_t number, void *y, int half) {
     const int64_t panel = number / PANEL;
     if (in_blocks(p)) {
@@ -36,6 +40,7 @@ static void look_up_row(const Product *p, int64_t number, void *y, int half) {
     }
 #define COPY(kind) half ? copy_row(p, number, y, kind, 1) : copy_row(p, number, y, kind, 0)
     if (p->kind == FULL) copy_row(p, number, y, FULL, 0);
+    else if (p->kind == FLOAT16) copy_row(p, number, y, FLOAT16, 0);
     else if (p->kind == HALF) COPY(HALF);
     else if (p->kind == PAIRS) COPY(PAIRS);
     else COPY(CODED);

@@ -150,11 +150,12 @@ def _cases(random: np.random.Generator) -> Iterator[_Case]:
     for kind, has in (
         (Kind.FULL, True),
         (Kind.HALF, True),
+        (Kind.FLOAT16, True),
         (Kind.PAIRS, pairs),
         (Kind.CODED, codes),
         (Kind.CODED_PAIRS, pairs and codes),
     ):
-        for tiles in range(1 + bool(loaded.specdec_tiles() and kind not in (Kind.FULL, Kind.HALF))) if has else ():
+        for tiles in range(1 + bool(loaded.specdec_tiles() and kind >= Kind.PAIRS)) if has else ():
             yield _dense(random, kind, tiles)
     for one in formats().values():
         panels = _panels(random, one)
@@ -164,7 +165,7 @@ def _cases(random: np.random.Generator) -> Iterator[_Case]:
 
 
 def _dense(random: np.random.Generator, kind: Kind, tiles: int) -> _Case:
-    """Random panels of float32 or bfloat16, which may be coded; a few weights have no code."""
+    """Random panels of float32, float16 or bfloat16, which may be coded; a few weights have no code."""
     panels = -(-_OUTPUTS // PAIR) * PAIR // PANEL
     product = CProduct(inputs=_INPUTS, outputs=_OUTPUTS, kind=kind, tiles=tiles)
     bias = random.standard_normal(_OUTPUTS, np.float32)
@@ -180,6 +181,8 @@ def _dense(random: np.random.Generator, kind: Kind, tiles: int) -> _Case:
         ends = np.arange(1, panels + 1)
         product.highs, product.odd, product.odd_end = highs.ctypes.data, odd.ctypes.data, ends.ctypes.data
         held += [highs, odd, ends]
+    elif kind is Kind.FLOAT16:
+        weight = weight.astype(np.float16)
     elif kind is not Kind.FULL:
         weight = (weight.view(np.uint32) >> 16).astype(np.uint16)
     product.weight, product.bias = weight.ctypes.data, bias.ctypes.data
@@ -187,8 +190,12 @@ def _dense(random: np.random.Generator, kind: Kind, tiles: int) -> _Case:
 
 
 def _panels(random: np.random.Generator, one: WeightFormat) -> Bytes:
-    """Random panels of blocks whose scales are numbers: every other byte may have any value."""
+    """Random panels of blocks whose scales, or float16 values, are numbers: every other byte may have any value."""
     size = library().specdec_panel_bytes
+    if one.is_float16:
+        values = random.standard_normal(size(one.number, _OUTPUTS, _INPUTS) // 2, np.float32)
+        halves: Bytes = values.astype(np.float16).view(np.uint8)
+        return halves
     panels: Bytes = random.integers(0, 256, size(one.number, _OUTPUTS, _INPUTS), np.uint8)
     blocks = panels.reshape(-1, size(one.number, PANEL, int(one.values)))
     kind, each = (np.float32, 1) if one.has_float_scales else (np.float16, 2 if one.minima else 1)

@@ -3,8 +3,8 @@
 /* Decoder layers like those of Llama and Gemma on a CPU: one call runs a step's rows through any range of layers.
  *
  * Weights are stored in panels of PANEL outputs, input by input, so that a product reads memory in one stream, and
- * reads each stretch once for all rows. A weight is float32, or bfloat16 where that holds it exactly. A bfloat16
- * weight is coded in twelve bits where these are enough.
+ * reads each stretch once for all rows. A weight is float32, or bfloat16 or float16 where these hold it exactly. A
+ * bfloat16 weight is coded in twelve bits where these are enough.
  *
  * The result of a row does not depend on the rows beside it, whether they are its own sequence's or another's:
  * every sum runs in one order, over inputs and over the keys of the row's own path. So the accepted rows of a tree
@@ -63,7 +63,7 @@ enum { MOST_ROWS = 2, TWIN = 0, FEW = 2, FEW_CODED = 1 };
 /* Rows whose sums are kept in one place while a stretch of a panel's weights, which they share, is in the cache. */
 enum { CROWDED = 84 };
 enum { SHARES = 4 };   /* passes over a stretch that prefetch the next one, at most */
-enum { WIDENS = LANES == 8 }; /* whether widening bfloat16 costs so much that many rows do it once */
+enum { WIDENS = LANES == 8 }; /* whether widening costs so much that many rows do it once */
 enum { CACHED = 16 << 20 }; /* bytes of weights that stay in the caches from pass to pass */
 /* A strip is one panel or two, side by side. */
 enum { PANEL = 32, PAIR = 2 * PANEL, VECTORS = 4, STRIP = VECTORS * LANES, STRETCH = 192, TOGETHER = 8 };
@@ -83,11 +83,11 @@ enum { LOCALITY = 2 };
 #endif
 enum { PATIENCE = 4096 }; /* spins at a barrier before a thread yields its processor */
 
-/* Kinds of weights: float32; bfloat16; bfloat16 in pairs of inputs, for rows in bfloat16; the latter two coded, in
- * pairs of inputs; quantised blocks for rows rounded to 16-bit integers, for unrounded rows, and for rows rounded
+/* Kinds of weights: float32; bfloat16; float16; bfloat16 in pairs of inputs, for rows in bfloat16; both kinds of bfloat16
+ * coded, in pairs of inputs; quantised blocks for rows rounded to 16-bit integers, for unrounded rows, and for rows rounded
  * to bytes. */
-#define KINDS(kind) kind(FULL) kind(HALF) kind(PAIRS) kind(CODED) kind(CODED_PAIRS) kind(QUANTISED) kind(EXACT_QUANTISED) \
-    kind(INT8_QUANTISED)
+#define KINDS(kind) kind(FULL) kind(HALF) kind(FLOAT16) kind(PAIRS) kind(CODED) kind(CODED_PAIRS) kind(QUANTISED) \
+    kind(EXACT_QUANTISED) kind(INT8_QUANTISED)
 #define KIND_ITSELF(kind) kind,
 enum Kind { KINDS(KIND_ITSELF) };
 /* A bfloat16's high byte is its sign and all but one bit of its exponent; nearly all weights share a few of them,

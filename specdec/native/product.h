@@ -107,7 +107,7 @@ static void product_by_vectors(const Product *p, const Product *next, const floa
     /* Threads share a panel's groups of rows, as a weight may have few panels. */
     const int64_t all = padded(p->outputs) / PANEL * groups;
     const int64_t first = all * team->me / team->count, last = all * (team->me + 1) / team->count;
-    const int twin = reads_twins(rows, team->cached);
+    const int twin = p->kind != FLOAT16 && reads_twins(rows, team->cached);
     for (int64_t at = first, begin, end; at < last;) {
         const int64_t panel = at / groups;
         begin = at % groups;

@@ -1,8 +1,15 @@
 /* Products: a panel of weights at a time, times rows whose sums are in registers. */
 
+#ifdef __AVX512BF16__
+enum { HAS_PAIRS = 1 };
+#else
+enum { HAS_PAIRS = 0 };
+#endif
 /* Whether rows are in bfloat16 as well; whether weights are coded. */
 INLINE int paired(const int kind) { return kind == PAIRS || kind == CODED_PAIRS; }
 INLINE int coded(const int kind) { return kind == CODED || kind == CODED_PAIRS; }
+/* Whether weights are 16-bit numbers, each widened by itself. */
+INLINE int widened(const int kind) { return kind == HALF || kind == FLOAT16; }
 INLINE int in_blocks(const Product *p) { return p->kind >= QUANTISED; }
 
 /* sum + a * b; with pairs, each float's place holds two bfloat16, and both products are added. */
@@ -24,7 +31,7 @@ INLINE floats accumulate(floats sum, floats weight, const void *x, const int kin
 
 /* Bytes of a panel that one step of a product reads. */
 INLINE int bytes_of(const int kind) {
-    return coded(kind) ? CODE_BYTES : kind == HALF ? 2 * PANEL : 4 * PANEL;
+    return coded(kind) ? CODE_BYTES : widened(kind) ? 2 * PANEL : 4 * PANEL;
 }
 
 #if LANES == 16 && defined(__AVX512BW__)
@@ -54,7 +61,7 @@ typedef struct {
     const char *weight; /* a second panel's are `apart` bytes further */
     const char *soon, *beside; /* what to prefetch meanwhile, and of a second panel; or NULL */
     int64_t soon_step, parts;  /* bytes of it at each step; passes that share it, this one included */
-    float *wide;               /* receives the weights, widened from bfloat16; or NULL */
+    float *wide;               /* receives the weights, widened from 16 bits; or NULL */
     int64_t x_stride, y_apart, apart, steps;
     int64_t onto; /* whether y is added to */
 } Task;
@@ -74,8 +81,9 @@ INLINE void read_weights(const Task *t, const char *at, floats weight[2][VECTORS
 #pragma GCC unroll 4
     for (int v = from; v < to; v++) {
         const char *panel = at + v * LANES / PANEL * t->apart;
-        if (!coded(kind)) weight[0][v] = load(panel, v * LANES % PANEL, kind == HALF);
-        if (WIDENS && kind == HALF && t->wide)
+        if (kind == FLOAT16) weight[0][v] = widen_halves((const uint16_t *)panel + v * LANES % PANEL);
+        else if (!coded(kind)) weight[0][v] = load(panel, v * LANES % PANEL, kind == HALF);
+        if (WIDENS && widened(kind) && t->wide)
             *(floats *)(t->wide + (at - t->weight) / sizeof(uint16_t) + v * LANES) = weight[0][v];
         if (kind == CODED) {
             weight[1][v] = (floats)((words)weight[0][v] & 0xffff0000);
@@ -142,9 +150,9 @@ INLINE void multiply(const Task *t, const int rows, const int from, const int to
         }
 }
 
-/* How often a group of rows passes over a panel; widening bfloat16 needs registers of its own. */
+/* How often a group of rows passes over a panel; widening needs registers of its own. */
 INLINE int passes_of(const int rows, const int kind) {
-    return LANES == 8 && rows > (kind == HALF ? 2 : 3) ? 2 : 1;
+    return LANES == 8 && rows > (widened(kind) ? 2 : 3) ? 2 : 1;
 }
 
 /* The task of the pass that follows, for what it prefetches: the next part, until all has been. */
@@ -163,7 +171,7 @@ INLINE Task later(const Task *t) {
             else multiply(t, n, 0, PANEL / LANES / 2, kind, 0);                                    \
             if (second.soon) multiply(&second, n, PANEL / LANES / 2, PANEL / LANES, kind, 1);      \
             else multiply(&second, n, PANEL / LANES / 2, PANEL / LANES, kind, 0);                  \
-        } else if (LANES == 16 && n > 6 && t->soon_step < size)                                    \
+        } else if (LANES == 16 && size > 64 && n > 6 && t->soon_step < size)                       \
             multiply(t, n, 0, PANEL / LANES, kind, 1);                                             \
         else multiply(t, n, 0, PANEL / LANES, kind, (size + 63) / 64);                             \
         return;
@@ -188,10 +196,11 @@ INLINE void multiply_any(const Task *t, int64_t rows, int panels, const int kind
 static void multiply_task(const Task *t, int64_t rows, int panels, int64_t kind) {
     if (kind == FULL) multiply_any(t, rows, panels, FULL);
     else if (kind == HALF) multiply_any(t, rows, panels, HALF);
-    else if (kind == PAIRS) multiply_any(t, rows, panels, PAIRS);
+    else if (kind == FLOAT16) multiply_any(t, rows, 1, FLOAT16);
+    else if (HAS_PAIRS && kind == PAIRS) multiply_any(t, rows, panels, PAIRS);
 #if READS_CODES
     else if (kind == CODED) multiply_any(t, rows, panels, CODED);
-    else multiply_any(t, rows, panels, CODED_PAIRS);
+    else if (HAS_PAIRS) multiply_any(t, rows, panels, CODED_PAIRS);
 #endif
 }
 
@@ -230,7 +239,7 @@ static void multiply_panels(const Product *p, const float *x, float *sums, int64
     const int64_t stretches = (steps * taken + STRETCH - 1) / STRETCH, stride = apart_by(p->inputs);
     const int64_t first = rows * begin / groups, all = rows * end / groups - first;
     const char *weight = (const char *)p->weight + panel * panel_bytes(p);
-    const int widens = WIDENS && p->kind == HALF && end - begin > 2; /* groups: the first one keeps what it has widened */
+    const int widens = WIDENS && widened(p->kind) && end - begin > 2; /* groups: the first one keeps what it has widened */
     float wide[WIDENS ? STRETCH * PANEL : 1] __attribute__((aligned(64)));
     int64_t passes = 0;
     for (int64_t g = begin; g < end; g++) passes += passes_of(rows * (g + 1) / groups - rows * g / groups, p->kind);

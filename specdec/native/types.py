@@ -44,14 +44,14 @@ STEP = 32
 
 
 class Kind(IntEnum):
-    """The storage of a weight: float32; bfloat16; bfloat16 in pairs of inputs, for rows rounded to bfloat16 as well.
+    """The storage of a weight: float32; bfloat16; float16; bfloat16 in pairs of inputs, for rows rounded to it as well.
 
-    The next two are these bfloat16 kinds with codes for high bytes. The last ones are quantised blocks, for rows
+    The next two are the bfloat16 kinds with codes for high bytes. The last ones are quantised blocks, for rows
     rounded to 16-bit integers, for unrounded rows, and for rows rounded to bytes. ``specdec_kind`` in the library
     names the same kinds; a library that names others is not loaded.
     """
 
-    FULL, HALF, PAIRS, CODED, CODED_PAIRS, QUANTISED, EXACT_QUANTISED, INT8_QUANTISED = range(8)
+    FULL, HALF, FLOAT16, PAIRS, CODED, CODED_PAIRS, QUANTISED, EXACT_QUANTISED, INT8_QUANTISED = range(9)
 
 
 class CPart(Structure):

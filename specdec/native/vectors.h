@@ -58,6 +58,34 @@ INLINE float widen(uint16_t half) {
     return value;
 }
 
+INLINE float float_of(uint16_t half) { /* the value of a float16 */
+#ifdef __F16C__
+    return _cvtsh_ss(half);
+#else
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    uint32_t bits = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : (rest << 13) + (112u << 23);
+    float value;
+    if (rest < 0x0400) return (sign ? -1.f : 1.f) * (float)rest * 0x1p-24f;
+    bits |= sign;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+#endif
+}
+
+/* LANES float16 numbers as floats. */
+INLINE floats widen_halves(const uint16_t *from) {
+#if LANES == 16
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    const words all = __builtin_convertvector(*(const halves *)from, words), bits = (all & 0x7fff) << 13;
+    const words endless = (words)((ints)bits >= 0x7c00 << 13), denormal = (words)((ints)bits < 0x0400 << 13);
+    const words whole = (bits + (112u << 23)) | (endless & 0x7f800000), tiny = (words)((floats)(bits | 113u << 23) - 0x1p-14f);
+    return (floats)((whole & ~denormal) | (tiny & denormal) | (all & 0x8000) << 16);
+#endif
+}
+
 INLINE uint16_t narrow(float value) { /* to the nearest bfloat16, ties to even */
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

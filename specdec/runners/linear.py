@@ -62,7 +62,7 @@ class DenseLinear:
 
 
 class PackedWeight:
-    """A weight in panels of 32 outputs, input by input; in bfloat16 where that holds it exactly.
+    """A weight in panels of 32 outputs, input by input; in bfloat16 or float16 where these hold it exactly.
 
     A bfloat16's high byte, which is its sign and most of its exponent, takes one of 16 values in nearly all weights
     (Zhang et al. 2025, DFloat11, arXiv 2504.11651, use Huffman codes for it on GPUs). So where the library reads such
@@ -79,8 +79,10 @@ class PackedWeight:
         self._library = library()
         stored = weight.detach()
         kind = Kind.FULL if stored.dtype is torch.float32 else Kind.HALF
-        if kind is Kind.FULL and _fits_bfloat16(stored):
+        if kind is Kind.FULL and _fits(stored, torch.bfloat16):
             kind, stored = Kind.HALF, stored.to(torch.bfloat16)
+        elif kind is Kind.FULL and _fits(stored, torch.float16):
+            kind, stored = Kind.FLOAT16, stored.to(torch.float16)
         elif kind is Kind.HALF and self._library.specdec_pairs() and self.inputs % 2 == 0:
             kind = Kind.PAIRS
         address = None if self._full_bias is None else self._full_bias.data_ptr()
@@ -102,7 +104,7 @@ class PackedWeight:
 
     def _code(self, stored: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """The weight in codes, and the weights without a code; None where it is not to be stored so."""
-        if self.described.kind == Kind.FULL or self.inputs % 2 or not self._library.specdec_codes():
+        if self.described.kind in (Kind.FULL, Kind.FLOAT16) or self.inputs % 2 or not self._library.specdec_codes():
             return None
         found = torch.zeros(256, dtype=torch.int64, device=HOST)
         self._library.specdec_count_highs(stored.data_ptr(), stored.numel(), found.data_ptr())
@@ -190,6 +192,6 @@ class HeadOf:
         return self.kernel if isinstance(self.kernel, PackedWeight) and plain else None
 
 
-def _fits_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether bfloat16 holds every value of a float32 weight; the check goes slice by slice to avoid a copy."""
-    return all(torch.equal(part, part.to(torch.bfloat16).float()) for part in torch.split(weight, 256))
+def _fits(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds every value of a float32 weight; the check goes slice by slice to avoid a copy."""
+    return all(torch.equal(part, part.to(dtype).float()) for part in torch.split(weight, 256))

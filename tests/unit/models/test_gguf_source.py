@@ -13,6 +13,7 @@ from specdec.errors import ConfigError
 from specdec.models.inspection import eos_ids_of
 from specdec.models.live_model import load_model
 from specdec.native import library as native
+from specdec.native.types import Kind
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import PackedWeight
 from tests import seam
@@ -92,7 +93,7 @@ def _logits(target: TransformersTarget) -> torch.Tensor:
 
 @pytest.mark.few(1)
 @needs_compiler
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, "F16"])
 def test_plain_decoding_is_the_same_in_any_company(kind: str, tmp_path: Path) -> None:
     """Of every format, greedy and drawn: with eight rows a step, and in a batch, as with one row."""
     target = target_of(quantised_file(tmp_path / "small.gguf", (kind,)))
@@ -101,6 +102,63 @@ def test_plain_decoding_is_the_same_in_any_company(kind: str, tmp_path: Path) ->
         for drafter in ("prompt_lookup", "auto"):
             assert Engine(target, None, drafter, **SMALL).generate(PROMPT, 24, sampling).token_ids == plain
     assert len(set(plain)) > 5
+
+
+@pytest.mark.few(1)
+@needs_compiler
+@pytest.mark.parametrize(("family", "tied"), [*((family, False) for family in FAMILIES), ("llama", True)])
+def test_float16_stays_so_and_is_computed_in_float32(family: str, tied: bool, tmp_path: Path) -> None:
+    """By default where native layers run it, with the numbers of the file, and in rows that others do not change."""
+    file = quantised_file(tmp_path / "small.gguf", ("F16",), family=family, tied=tied)
+    target, expected = target_of(file), dense(file)
+    assert (target.dtype, target.options["runner"], target.batch_invariant) == (torch.float32, "native", True)
+    assert str(target.describe()["model"]["weights"]).startswith("float16 as in the file: ")
+    assert {part.format.name for store in blocks_of(target).values() for part in store.parts} == {"F16"}
+    for name, weight in weights_of(target).items():
+        assert torch.equal(weight, expected.state_dict()[name]), name
+    with torch.inference_mode():
+        logits = expected(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(_logits(target), logits, atol=1e-3 * float(logits.abs().max()), rtol=0)
+
+
+@pytest.mark.few(1)
+@needs_compiler
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"execution": "modules"}, torch.float16),
+        ({"execution": "fused"}, torch.float16),
+        ({"dtype": "float16"}, torch.float16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+    ],
+)
+def test_float16_is_dense_otherwise(options: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    file = quantised_file(tmp_path / "small.gguf", ("F16",))
+    target = target_of(file, **options)
+    assert target.dtype is dtype
+    assert str(target.describe()["model"]["weights"]).startswith("dequantised: ")
+    assert target.options["runner"] == "modules" or not blocks_of(target)
+
+
+@needs_compiler
+def test_float16_beside_quantised_blocks_stays_so_in_float32(tmp_path: Path) -> None:
+    """Also in one product, whose rows are not rounded then; and inputs that are not 32 at a time are dense."""
+    file = quantised_file(tmp_path / "small.gguf", ("F16", "Q4_0"))
+    target, expected = target_of(file, dtype="float32"), dense(file)
+    told = str(target.describe()["model"]["weights"])
+    assert told.startswith("quantised blocks as in the file: ")
+    assert " in F16" in told
+    assert all(isinstance(kernel, BlockWeight) for _, kernel in target.executor.kernels())
+    for name, weight in weights_of(target).items():
+        assert torch.equal(weight, expected.state_dict()[name]), name
+    file = quantised_file(tmp_path / "odd.gguf", ("F16",), intermediate_size=48)
+    target, expected = target_of(file), dense(file)
+    assert target.options["runner"] == "native"
+    name = "model.layers.0.mlp.down_proj.weight"
+    down = next(kernel for names, kernel in target.executor.kernels() if name in names)
+    assert type(down) is PackedWeight
+    assert down.described.kind == Kind.FLOAT16
+    assert torch.equal(weights_of(target)[name], expected.state_dict()[name])
 
 
 @pytest.mark.few(1)
@@ -141,6 +199,11 @@ def test_rows_in_bytes_need_blocks(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             target_of(path, activations="int8", **options)
+    with pytest.raises(ConfigError, match="none of its weights are in blocks of integers"):
+        target_of(quantised_file(tmp_path / "half.gguf", ("F16",)), activations="int8")
+    beside = quantised_file(tmp_path / "mixed.gguf", ("Q4_0", "Q4_0", "Q4_0", "F16"))
+    told = str(target_of(beside, activations="int8", dtype="float32").describe()["model"]["weights"])
+    assert "but not those of " in told
 
 
 @pytest.mark.slow

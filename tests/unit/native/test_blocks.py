@@ -26,21 +26,24 @@ BY_NAME = {one.name: one for one in formats().values()}
 INT4 = ("INT4_32", "INT4_64", "INT4_128")  # which no GGUF file has
 BITSANDBYTES = ("NF4_32", "NF4_64", "FP4_32", "FP4_64", "INT8_32", "INT8_128")  # nor those
 OTHERS = (*INT4, *BITSANDBYTES)
-NAMES = (*FORMATS, *OTHERS)
+NAMES = (*FORMATS, "F16", *OTHERS)
 IN_INTEGERS = tuple(name for name in NAMES if "F" not in name)  # whose codes are multiplied as such
 
 
 def blocks_of(name: str, outputs: int, inputs: int, seed: int = 0) -> BlockTensor:
     """Random blocks, whose rows stand in another order than in the file."""
     order = np.random.default_rng(seed).permutation(outputs)
+    if name == "F16":
+        values = (0.1 * np.random.default_rng(seed).standard_normal((outputs, inputs))).astype(np.float16)
+        return BlockTensor(BY_NAME[name], values.view(np.uint8), order)
     if name not in OTHERS:
         return BlockTensor(BY_NAME[name], random_blocks(name, outputs, inputs, seed=seed), order)
-    random, values = np.random.default_rng(seed), int(name.partition("_")[2])
+    random, each = np.random.default_rng(seed), int(name.partition("_")[2])
     if name in BITSANDBYTES:
-        rows = random.integers(0, 256, (outputs, inputs // values, BY_NAME[name].bytes), dtype=np.uint8)
+        rows = random.integers(0, 256, (outputs, inputs // each, BY_NAME[name].bytes), dtype=np.uint8)
         rows[..., :4] = random.uniform(0.01, 0.03, (*rows.shape[:2], 1)).astype(np.float32).view(np.uint8)
         return BlockTensor(BY_NAME[name], rows.reshape(outputs, -1), order)
-    rows = random.integers(0, 256, (outputs, inputs // values, 4 + values // 2), dtype=np.uint8)
+    rows = random.integers(0, 256, (outputs, inputs // each, 4 + each // 2), dtype=np.uint8)
     scales, zeros = random.uniform(0.01, 0.03, rows.shape[:2]), random.integers(0, 17, rows.shape[:2])
     rows[..., :4] = np.stack([scales, zeros], -1).astype(np.float16).view(np.uint8)
     return BlockTensor(BY_NAME[name], rows.reshape(outputs, -1), order)
@@ -78,7 +81,9 @@ def test_the_table_is_that_of_the_files() -> None:
             assert one.type < 0  # a number that no file can have
             continue
         kind = gguf.GGMLQuantizationType[name]
-        assert (one.type, (one.values, one.bytes)) == (kind, gguf.GGML_QUANT_SIZES[kind])
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        each = 32 if one.is_float16 else 1  # which are read at a time
+        assert (one.type, (one.values, one.bytes)) == (kind, (values * each, size * each))
 
 
 @pytest.mark.few(11)
@@ -96,6 +101,23 @@ def test_weights_are_exact(name: str) -> None:
     plain = BlockTensor(tensor.format, tensor.blocks)
     there = BlockWeight([plain], None, torch.float32, as_in_file=True)
     assert torch.equal(there.look_up([69, 0, 31, 32]), values_of(plain)[[69, 0, 31, 32]])
+
+
+def test_every_float16_is_exact() -> None:
+    """But for those that are no numbers, each of which is looked up as such."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(64, 1024)
+    numbers = every[np.isfinite(every).all(-1)]
+    product = BlockWeight([BlockTensor(BY_NAME["F16"], numbers.view(np.uint8))], None, torch.float32)
+    weight, unit = torch.from_numpy(numbers.astype(np.float32)), torch.eye(1024)
+    assert len(weight) == 62
+    assert torch.equal(product(unit), weight.t())
+    assert torch.equal(product(unit[7:8]), weight.t()[7:8])
+    assert torch.equal(product.unpack().view(torch.int32), weight.view(torch.int32))  # the sign of zero, too
+    tensor = BlockTensor(BY_NAME["F16"], every.view(np.uint8))
+    found, expected = BlockWeight([tensor], None, torch.float32).unpack(), torch.from_numpy(every.astype(np.float32))
+    for own in (found, tensor.dequantised(0, 64)):
+        assert torch.equal(own.isnan(), expected.isnan())
+        assert torch.equal(own.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("special", ["-0", "65504", "inf", "nan", "6e-8"])
@@ -264,6 +286,8 @@ def level(request: pytest.FixtureRequest) -> Any:
 def test_other_instructions_give_the_same_weights(level: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.runners.block_weight.library", lambda: level)
     test_weights_are_exact(name)
+    if name == "F16":
+        test_every_float16_is_exact()
     if name in IN_INTEGERS:
         test_rows_in_bytes_are_multiplied_exactly(name)
     for dtype, int8 in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):

@@ -87,7 +87,7 @@ def test_this_library_s_products_do_not_vary() -> None:
 def test_every_kind_and_format_is_measured() -> None:
     names = [case.name for case in invariance._cases(np.random.default_rng(0))]
     assert len(set(names)) == len(names)
-    assert {"full weights", "half weights"} <= {*names}
+    assert {"full weights", "half weights", "float16 weights"} <= {*names}
     for one in formats().values():
         assert f"{one.name} blocks and exact rows" in names
         assert (f"{one.name} blocks" in names) == (f"{one.name} blocks and rows in bytes" in names) == one.has_integers

@@ -60,8 +60,10 @@ def sizes_of(heads: tuple[int, int, int]) -> dict[str, int]:
 
 
 def weight_of(dtype: torch.dtype, values: str, inputs: int = 530) -> torch.Tensor:
-    """[200, inputs] random weights: float32's own; bfloat16's; with a few, or many, that no code is left for."""
+    """[200, inputs] random weights: float32's own; float16's; bfloat16's; with a few, or many, that have no code."""
     weight = torch.randn(200, inputs)
+    if values == "float16":
+        return weight.half().to(dtype)
     if values != "float32":
         weight = weight.bfloat16().float()
     every = {"few": 5_000, "many": 50}.get(values)
@@ -74,7 +76,7 @@ def weight_of(dtype: torch.dtype, values: str, inputs: int = 530) -> torch.Tenso
 @pytest.mark.few(4)
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
-@pytest.mark.parametrize("values", ["float32", "bfloat16", "few", "many"])
+@pytest.mark.parametrize("values", ["float32", "float16", "bfloat16", "few", "many"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inputs", [64, 530, 544])
 def test_a_row_s_product_does_not_depend_on_the_others(inputs: int, dtype: torch.dtype, values: str) -> None:
@@ -96,7 +98,7 @@ def test_a_row_s_product_does_not_depend_on_the_others(inputs: int, dtype: torch
 @needs_compiler
 @pytest.mark.usefixtures("multiplied")
 @pytest.mark.parametrize("inputs", [530, 531, 544])
-@pytest.mark.parametrize("values", ["float32", "bfloat16", "few", "many"])
+@pytest.mark.parametrize("values", ["float32", "float16", "bfloat16", "few", "many"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_of_a_weight_is_lost(dtype: torch.dtype, values: str, inputs: int) -> None:
     """Unpacked, looked up, and multiplied with rows of the unit matrix, few and many of them."""
@@ -108,9 +110,11 @@ def test_no_bit_of_a_weight_is_lost(dtype: torch.dtype, values: str, inputs: int
     assert torch.equal(product(unit), weight.t())
     assert torch.equal(product(unit[-3:]), weight.t()[-3:])
     assert torch.equal(torch.cat([product(row[None]) for row in unit]), weight.t())
-    half = dtype is torch.bfloat16 or values != "float32"
-    coded = half and values != "many" and inputs % 2 == 0 and native.library().specdec_codes()
-    assert (product.described.kind in (types.Kind.CODED, types.Kind.CODED_PAIRS)) == coded
+    half, kind = dtype is torch.bfloat16 or values != "float32", types.Kind(product.described.kind)
+    in_float16 = values == "float16" and dtype is torch.float32
+    assert (kind is types.Kind.FLOAT16) == in_float16
+    coded = half and values != "many" and not in_float16 and inputs % 2 == 0 and native.library().specdec_codes()
+    assert (kind in (types.Kind.CODED, types.Kind.CODED_PAIRS)) == coded
     padded = 256 * inputs
     assert product.nbytes <= (padded * 1.5 + 1_000 if coded else padded * (2 if half else 4))
 

@@ -64,7 +64,7 @@ static void try_look_ups(const Product *p, const Product *as_well) {
     enum { COUNT = 24 };
     int64_t numbers[COUNT];
     for (int half = 0; half < 2; half++) {
-        if (half && p->kind == FULL) continue;
+        if (half && (p->kind == FULL || p->kind == FLOAT16)) continue;
         char *found = memory(COUNT * p->inputs * 4), *other = memory(COUNT * p->inputs * 4);
         for (int n = 0; n < COUNT; n++) numbers[n] = n < SPECIALS ? n : below(p->outputs);
         if (specdec_look_up(p, numbers, COUNT, found, half)) told.differences++;
@@ -75,10 +75,10 @@ static void try_look_ups(const Product *p, const Product *as_well) {
 }
 
 static void try_kinds(int tiles) {
-    static const char *const names[] = {"full", "half", "pairs", "coded", "coded pairs"};
+    static const char *const names[] = {"full", "half", "float16", "pairs", "coded", "coded pairs"};
     for (int kind = FULL; kind <= CODED_PAIRS; kind++)
         for (int half = 0; half < 2; half++) {
-            if (!has(kind) || (kind == FULL && half) || (paired(kind) && !half)) continue;
+            if (!has(kind) || ((kind == FULL || kind == FLOAT16) && half) || (paired(kind) && !half)) continue;
             if (tiles && kind != PAIRS && !coded(kind)) continue;
             group(joined("product", names[kind], half ? "in bfloat16" : "in float32"));
             const int64_t inputs = tiles ? 416 : kind == FULL ? 411 : 414;

@@ -97,12 +97,25 @@ static void code(Product *p, const uint16_t *values) {
     p->weight = coded, p->odd = others, p->odd_end = ends;
 }
 
+/* Float16 [outputs, inputs]: most of a size from 2^-3 to 2, the others of any; the first rows as by `break_rows`. */
+static void *float16_of(int64_t inputs, int64_t outputs, int broken) {
+    static const uint16_t special[SPECIALS] = {0x7e00, 0x7c00, 0xfc00, 0x7bff, 0x0001, 0x8000, 0x83ff, 0};
+    uint16_t *made = memory(outputs * inputs * 2);
+    for (int64_t n = 0; n < outputs * inputs; n++) {
+        const uint16_t bits = (uint16_t)random_bits();
+        made[n] = below(64) ? (bits & 0x8fff) | 0x3000 : (bits & 0x7c00) == 0x7c00 ? bits & 0x83ff : bits;
+    }
+    for (int64_t n = 0; n < SPECIALS && broken; n++)
+        for (int64_t i = 0; i < inputs; i += n % 2 ? 1 + below(inputs) : 1) made[n * inputs + i] = special[n];
+    return made;
+}
+
 /* A weight of any kind but blocks. The first `broken` outputs are `specials`. */
 static Product weight(int kind, int64_t inputs, int64_t outputs, int biased, int broken) {
     const int half = kind != FULL;
     Product p = {.inputs = inputs, .outputs = outputs, .kind = kind};
-    char *values = filled(outputs * inputs, half, -2);
-    if (broken) break_rows(values, 0, inputs, half);
+    char *values = kind == FLOAT16 ? float16_of(inputs, outputs, broken) : filled(outputs * inputs, half, -2);
+    if (broken && kind != FLOAT16) break_rows(values, 0, inputs, half);
     if (biased) p.bias = filled(outputs, 0, -1);
     if (coded(kind)) {
         code(&p, (const uint16_t *)values);
@@ -132,6 +145,7 @@ static uint8_t *blocks_of(int format, int64_t inputs, int64_t outputs, int broke
     const WeightFormat *f = specdec_format(format);
     const int64_t each = inputs / f->values, count = outputs * each;
     const int at = f->type == 10 ? 80 : f->type == 11 ? 108 : f->type == 14 ? 208 : 0; /* of the scales */
+    if (f->levels == HALVES) return float16_of(inputs, outputs, broken);
     uint8_t *made = memory(count * f->bytes);
     for (int64_t n = 0; n < count * f->bytes; n++) made[n] = (uint8_t)random_bits();
     for (int64_t n = 0; n < count; n++) {
