@@ -262,7 +262,7 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
         check_read(file.table, expected)
     text.dtype = dtype
     source: Source = GgufSource(file.table, config, dtype)
-    ends = ends_of(path)
+    ends = ends_of(file.path)
     generation: Any = GenerationConfig.from_model_config(config)
     generation.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
     return DescribedCheckpoint(
@@ -271,7 +271,7 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
         config=text,
         generation_config=generation,
         eos_ids=frozenset(ends),
-        path=str(path),
+        path=str(file.path),
         quantised=str,  # each matrix in its own format
         why_dense=why,
     )
