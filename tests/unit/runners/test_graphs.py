@@ -23,7 +23,6 @@ from specdec.engine.requests import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import CacheError, SpecdecWarning, TargetError
 from specdec.execute.torch import TorchExecutor
-from specdec.models import described_target
 from specdec.runners import sent_rows
 from specdec.runners.graphs import CudaRecorder
 from specdec.step import device_copies
@@ -435,13 +434,12 @@ def test_what_is_recorded_beforehand_is_not_recorded_in_a_text(recorder: Recorde
     assert len(recorder.made) == 6
 
 
-def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> None:
     model = new_model("llama", torch.float64)
     target, expected = fused(model), reference(model, PROMPT, 12)
     with target.active():
         seam.text(target).run([3] * 5)
     assert target.executor.graphs() == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
-    monkeypatch.setattr(described_target, "check_runs", lambda *_: None)  # flash-attn is not installed
     assert "attention='flash' is told" in fused(model, attention="flash").executor.graphs()
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):
@@ -452,7 +450,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder, mon
     assert target.executor.graphs().startswith("not used: RuntimeError: operation not permitted")
 
 
-def test_what_is_not_recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_recorded(recorder: Recorder) -> None:
     """Chunks of a prompt, more rows than a graph pays for, and attention that was asked for by name."""
     model = new_model("llama", torch.float64)
     target = fused(model)
@@ -464,7 +462,6 @@ def test_what_is_not_recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatc
         seam.text(target, capacity=300, rows=200).run([3] * 129)
         texts = [seam.text(target, capacity=80, rows=70) for _ in range(3)]
         seam.run_together(texts, [Draft.chain([3] * 65)] * 3)  # 4 x 128
-    monkeypatch.setattr(described_target, "check_runs", lambda *_: None)  # flash-attn is not installed
     named = fused(model, attention="flash")
     assert Engine(named).generate(PROMPT, 4).token_ids == reference(model, PROMPT, 4)
     assert (len(recorder.made), sum(recorder.replays.values())) == (made, replays)
