@@ -28,8 +28,7 @@ def model_source(
     """The folder or the GGUF file that a name means. On the hub, what is not in its cache is fetched first.
 
     Args:
-        model: ``tiny`` and the like; a folder, or one of a single model in GGUF; a GGUF file, or a part of one; or
-            ``me/repo``, and with several GGUF files in it ``me/repo:Q4_K_M``.
+        model: ``tiny``; a folder, or one of a single model in GGUF; a GGUF file, or a part; ``me/repo:Q4_K_M``.
         revision: of a repository on the hub.
         subfolder: of a folder or a repository.
         weights, code, local_files_only: as of :meth:`HubModel.fetched`.

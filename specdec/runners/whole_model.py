@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.utils import output_capturing
 
 from specdec.errors import TargetError
 from specdec.runners.experts import choose_all
@@ -34,6 +35,7 @@ Sees = Callable[..., torch.Tensor]
 
 _MASKLESS = ("flash", "flex")  # in the names of attention functions that take no mask of four dimensions
 _ALIKE = ("eager", "sdpa")  # which do; one may take the other's place
+_SELECTS = hasattr(output_capturing, "resolve_hidden_states_indices")  # older transformers counts from another layer on
 
 
 class WholeModelRunner:
@@ -178,7 +180,7 @@ class WholeModelRunner:
         if part.parents is not None:
             options["attention_mask"] = self._masks(part)
         if taps:
-            options["output_hidden_states"] = sorted(self._layers if tap == FINAL else tap for tap in taps)
+            options["output_hidden_states"] = not _SELECTS or sorted(self._layers if t == FINAL else t for t in taps)
         if self._keeps and (count := _last_of(rows, part.rows)):
             options["logits_to_keep"] = count  # the head of a prompt's rows would be the largest tensor by far
         cache: Any = _TextCache(part, self._numbers)
