@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from drafters.rest.stdlib_corpus import read_files
 from specdec import Engine, TransformersTarget
 from specdec.bench.environment import caption, describe_environment
-from specdec.bench.figures import sign
 from specdec.bench.metrics import OVERALL, Row, measure
 from specdec.bench.oracle import OraclePoint, sweep_oracle
 from specdec.bench.plan import BASELINE, Plan, Spec
@@ -40,7 +39,7 @@ from specdec.bench.shapes import SHAPES, random_model, random_prompt
 from specdec.bench.tables import COLUMNS
 from specdec.cli.tune import table as cost_table
 from specdec.costs.measuring import measure as measure_cost
-from specdec.costs.plots import new_figure, tidy
+from specdec.costs.plots import new_figure, sign, tidy
 from specdec.engine.config import resolve
 from specdec.engine.load import load, prepare
 from specdec.errors import SpecdecError

@@ -4,8 +4,8 @@
     python scripts/docs_tables.py --check    # says which pages would change, and exits with 1
 
 A table stands between ``<!-- NAME of RUN -->`` and ``<!-- end -->``. RUN is ``docs/figures/RUN_manifest.json``, a copy
-of ``figures/manifest.json`` in a run's folder. NAME is one of its tables: ``systems``, ``kinds`` or ``batch``. The
-tables ``overview`` and ``short`` are made of a greedy run and a sampled one: ``<!-- overview of RUN, SAMPLED -->``.
+of ``manifest.json`` in a run's folder. NAME is one of its tables (:func:`specdec.bench.tables.tables_of`). The tables
+``overview`` and ``short`` are made of a greedy run and a sampled one: ``<!-- overview of RUN, SAMPLED -->``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from specdec.bench.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- (\w+) of ([\w, ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -70,6 +68,12 @@ def rows_of(table: Cells) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(titles[1:], row[1:], strict=True)) for row in rows}
 
 
+def markdown(cells: Cells) -> list[str]:
+    """The lines of a table; names and texts are aligned left, figures right."""
+    rules = ["---" if not place or title == "text" else "--:" for place, title in enumerate(cells[0])]
+    return [f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:])]
+
+
 MADE: dict[str, Callable[[Tables, Tables], Cells]] = {"overview": overview, "short": short}
 
 
@@ -86,7 +90,7 @@ def filled(page: str) -> str:
         opening, name, runs, end = block.groups()
         tables = [tables_of(run) for run in runs.split(", ")]
         cells = MADE[name](*tables) if name in MADE else tables[0][name]
-        return "\n".join([opening.rstrip(), *markdown_table(cells), end])
+        return "\n".join([opening.rstrip(), *markdown(cells), end])
 
     return BLOCK.sub(table, page)
 

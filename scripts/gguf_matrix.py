@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from specdec import TransformersTarget
 from specdec.errors import SpecdecError
 from specdec.native.library import library
-from tests.gguf_families import CONTEXT, DIM, FAMILIES, HEADS, KEYS, VOCABULARY, shapes_of, write_family
+from tests.gguf_families import CONTEXT, DIM, FAMILIES, HEADS, KEYS, VOCABULARY, WIDTH, shapes_of, write_family
 from tests.llama_cpp import LlamaCpp, apart
 from tests.models import logits_of
 
@@ -52,12 +52,13 @@ Made by `python scripts/gguf_matrix.py`; the tests hold some rows of each commit
 
 @dataclass(frozen=True)
 class Case:
-    """A file: an architecture, and what is changed of it."""
+    """A file: an architecture, and what is changed of it; ``asked``: the longest text that is asked for."""
 
     family: str
     change: str = "as converted"
     settings: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    asked: int | None = None
 
     @property
     def bound(self) -> float:
@@ -73,6 +74,12 @@ def _biases(family: str) -> dict[str, tuple[int, ...]]:
     sizes = {"attn_q": HEADS * DIM, "attn_k": KEYS * DIM, "attn_v": KEYS * DIM}
     layers = range(FAMILIES[family].layers)
     return {f"blk.{layer}.{name}.bias": (size,) for layer in layers for name, size in sizes.items()}
+
+
+def _shared_expert(family: str, inner: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate": (inner, WIDTH), "up": (inner, WIDTH), "down": (WIDTH, inner)}
+    layers = range(FAMILIES[family].layers)
+    return {f"blk.{layer}.ffn_{part}_shexp.weight": shape for layer in layers for part, shape in shapes.items()}
 
 
 def _without(family: str, layers: int) -> dict[str, None]:
@@ -93,7 +100,13 @@ CASES = [
         for family in ("llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss", "mistral3")
     ),
     Case("phi3", "half of each head rotated", {"rope.dimension_count": DIM // 2}),
-    Case("phi3", "long and short factors", {"rope.scaling.original_context_length": 16}, _FACTORS),
+    Case("phi3", "linear scaling", _scaled("linear")),
+    Case("phi3", "short factors, up to the original context", {"rope.scaling.original_context_length": 512}, _FACTORS),
+    Case(
+        "phi3", "long factors, as more was asked for", {"rope.scaling.original_context_length": 16}, _FACTORS, CONTEXT
+    ),
+    Case("granitemoe", "a shared expert", {"expert_shared_feed_forward_length": 48}, _shared_expert("granitemoe", 48)),
+    Case("mistral3", "queries that are not scaled", {"attention.temperature_scale": None}),
     Case("olmo2", "a window (OLMo 3)", {"attention.sliding_window": 8}),
     Case("exaone4", "of 5 layers, which have no windows", {"block_count": 5}, _without("exaone4", 5)),
 ]
@@ -130,7 +143,7 @@ def row_of(case: Case, llama_cpp: LlamaCpp, folder: Path) -> Row:
     if expected is None:
         raise RuntimeError(f"llama.cpp does not read {case}: the file is written wrongly")
     try:
-        target = TransformersTarget.from_pretrained(file, dtype="float64")
+        target = TransformersTarget.from_pretrained(file, dtype="float64", max_model_len=case.asked)
     except SpecdecError as error:
         return Row(case, reason=_brief(str(error), file))
     found = torch.stack([logits_of(target, prompt)[-1].log_softmax(-1) for prompt in PROMPTS])

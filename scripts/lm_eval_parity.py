@@ -94,7 +94,7 @@ def evaluate(python: Path, model: str, arguments: str, folder: str) -> tuple[flo
 
 
 def main() -> None:
-    from specdec.models.loading import model_source
+    from specdec.models.names import model_source
     from specdec.models.tokenizer import load_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -62,7 +62,7 @@ def place_of(options: argparse.Namespace, folder: str) -> str:
         dtype = torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
         random_model(options.shape, dtype).save_pretrained(folder)
         return folder
-    from specdec.models.loading import model_source
+    from specdec.models.names import model_source
 
     return str(model_source(options.model))
 

@@ -23,12 +23,11 @@ import numpy as np
 import typer
 
 from specdec import Engine
-from specdec.bench.figures import sign
+from specdec.bench.environment import caption_of
 from specdec.bench.metrics import OVERALL, measure
 from specdec.bench.plan import Plan
-from specdec.bench.report import caption_of
 from specdec.bench.runner import Runner
-from specdec.costs.plots import new_figure, scale_to_rows, tidy
+from specdec.costs.plots import new_figure, scale_to_rows, sign, tidy
 from specdec.engine.config import resolve
 from specdec.engine.load import load
 from specdec.errors import SpecdecError

@@ -195,7 +195,7 @@ def tiny_engine() -> Engine:
 
 @pytest.fixture(scope="session")
 def target_of() -> Callable[..., TransformersTarget]:
-    """``target_of(family, dtype, attention, execution)``, see :mod:`tests.models`."""
+    """``target_of(family, dtype, execution)``, see :mod:`tests.models`."""
     from tests import models
 
     return models.target_of

@@ -29,7 +29,7 @@ class Reciter(Target):
     hidden_size = num_layers = layer_weights = 1
     device = head_device = CPU
     dtype = torch.float64
-    backend = "sdpa"
+    backend = "auto"
     batch_invariant = True
     shared = False
     name = "reciter"

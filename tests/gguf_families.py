@@ -69,6 +69,11 @@ _PARTS: dict[str, Shapes] = {  # of a layer
         "ffn_up_shexp.weight": (_NARROW, WIDTH),
         "ffn_down_shexp.weight": (WIDTH, _NARROW),
     },
+    "wide shared expert": {
+        "ffn_gate_shexp.weight": (INNER, WIDTH),
+        "ffn_up_shexp.weight": (INNER, WIDTH),
+        "ffn_down_shexp.weight": (WIDTH, INNER),
+    },
     "shared expert's gate": {"ffn_gate_inp_shexp.weight": (WIDTH,)},
 }
 
@@ -133,13 +138,12 @@ FAMILIES = {
     "exaone4": Family(("later norms", "attention", "head norms", "gated"), _SLIDES, layers=64),
     "ernie4_5": Family(_DENSE),
     "hunyuan-dense": Family((*_DENSE, "head norms")),
-    "hunyuan-moe": Family(("norms", "attention", "head norms", "experts", "shared expert"), _SHARED),
+    "hunyuan-moe": Family(
+        ("norms", "attention", "head norms", "experts", "wide shared expert"),
+        {**_CHOSEN, "expert_feed_forward_length": INNER, "expert_shared_feed_forward_length": INNER},
+    ),
 }
 """Architecture -> what its files hold; ``mixtral`` is a ``llama`` with experts."""
-
-_UNREAD = ("gpt-oss", "granitemoe", "mistral3", "hunyuan-moe")
-ARCHITECTURES = tuple(family for family in FAMILIES if family not in _UNREAD)
-"""Those that are read."""
 
 
 def settings_of(family: str) -> dict[str, Any]:
@@ -216,6 +220,8 @@ def write_family(
                 noise = 1 + 0.3 * noise if "norm" in name else 1 + np.abs(noise)
             else:
                 noise *= 0.5 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
+                if name.endswith("_exps.bias"):
+                    noise *= 20.0  # so that gates reach their bounds
             writer.add_tensor(name, noise.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

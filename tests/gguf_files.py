@@ -156,6 +156,37 @@ def widened(file: Path, to: Path) -> Path:
     return to
 
 
+def split_gguf(
+    whole: Path, count: int, stem: str = "parts", changes: Mapping[int, Mapping[str, int | None]] | None = None
+) -> list[Path]:
+    """The parts of a file, beside it, as llama.cpp's gguf-split makes them; the first has the settings.
+
+    Args:
+        whole: the file.
+        count: of parts.
+        stem: of their names.
+        changes: part -> other values of the keys that only parts have; None: the key is left out.
+    """
+    read = gguf.GGUFReader(whole)
+    paths = [whole.with_name(f"{stem}-{part + 1:05d}-of-{count:05d}.gguf") for part in range(count)]
+    for part, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, read.fields["general.architecture"].contents())
+        for name, field in read.fields.items() if part == 0 else ():
+            if not name.startswith("GGUF.") and name != "general.architecture":
+                writer.add_key_value(name, field.contents(), *field.types[:2])
+        said: dict[str, int | None] = {"split.no": part, "split.count": count, "split.tensors.count": len(read.tensors)}
+        for key, value in (said | dict((changes or {}).get(part, {}))).items():
+            if value is not None:
+                (writer.add_int32 if "tensors" in key else writer.add_uint16)(key, value)
+        for tensor in read.tensors[part * len(read.tensors) // count : (part + 1) * len(read.tensors) // count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
 def wheel_of(file: Path, folder: Path) -> NamedModel:
     """A wheel with the file in it, in ``folder``, and the model that is pulled from it."""
     folder.mkdir(exist_ok=True)

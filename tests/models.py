@@ -135,17 +135,13 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
     return _model_of(family, dtype)
 
 
-def target_of(
-    family: str, dtype: torch.dtype = torch.float64, attention: str = "auto", execution: str | None = None
-) -> Any:
+def target_of(family: str, dtype: torch.dtype = torch.float64, execution: str | None = None) -> Any:
     """The family's target, made once; run by its own modules, it is around the one model of the family.
 
     Unless told otherwise it is run as an engine would run it in float64, which takes half the time, and by its own
-    modules in a precision in which ways to run a layer round differently. ``attention`` is that of fused layers.
+    modules in a precision in which ways to run a layer round differently.
     """
-    chosen = execution or ("auto" if dtype == torch.float64 and family in FUSED else "modules")
-    named = chosen in ("auto", "fused")
-    return _target_of(family, dtype, attention if named else "auto", chosen)
+    return _target_of(family, dtype, execution or ("auto" if dtype == torch.float64 and family in FUSED else "modules"))
 
 
 def target_for(model: PreTrainedModel, *, execution: str = "auto", attention: str = "auto") -> Any:
@@ -165,8 +161,8 @@ def _model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
 
 @cache
 @torch.inference_mode(False)  # which a test may be in
-def _target_of(family: str, dtype: torch.dtype, attention: str, execution: str) -> Any:
-    return target_for(_model_of(family, dtype), attention=attention, execution=execution)
+def _target_of(family: str, dtype: torch.dtype, execution: str) -> Any:
+    return target_for(_model_of(family, dtype), execution=execution)
 
 
 def logits_of(target: Target, tokens: Any, chunk: int = 64) -> torch.Tensor:

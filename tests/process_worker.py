@@ -92,20 +92,17 @@ def folder_rows() -> dict[str, Any]:
 
 
 def failing(then: Callable[[], None]) -> dict[str, Any]:
-    """Rank 1 does something in the middle of a text; what the others are told, and how soon."""
+    """Rank 1 does something in the middle of a text; what the others are told."""
     engine = sharded(late=3.0).with_drafter("lookahead")
-    began = time.monotonic()
 
     def on_step(step: Any) -> None:
-        nonlocal began
-        began = time.monotonic()
         if step.index == 3 and dist.get_rank() == 1:
             then()
 
     try:
         engine.generate(PROMPT, NEW, on_step=on_step)
     except SpecdecError as error:
-        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
+        return {"error": f"{type(error).__name__}: {error}"}
     return {"error": None}
 
 
@@ -114,7 +111,7 @@ def killed() -> dict[str, Any]:
 
 
 def stopped() -> dict[str, Any]:
-    return failing(lambda: time.sleep(8))
+    return failing(lambda: time.sleep(5))
 
 
 def main() -> None:

@@ -8,12 +8,15 @@ own.commit(path)
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from specdec import Draft
+from specdec.runners import attention
 from specdec.runners.rows import TextRows
 from specdec.runners.sent_rows import SentRows, SentText, rows_on
 from specdec.step.cache import KVCache
@@ -21,7 +24,12 @@ from specdec.step.joining import joined
 from specdec.step.step_io import ALL, WHOLE, Entering, LayerPlan, StepInput, Wanted
 from specdec.step.step_output import StepOutput
 
-__all__ = ["Text", "asked", "beside", "run_together", "text"]
+__all__ = ["Text", "asked", "beside", "in_parts", "run_together", "text"]
+
+
+def in_parts(when: bool = True) -> AbstractContextManager[Any]:
+    """While it lasts, attention of two rows and more goes in parts on a CPU, as else of long texts; or never does."""
+    return mock.patch.object(attention, "SPLIT_FROM", 0 if when else 1 << 60)
 
 
 class Text:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import snapshot_download
 
 from drafters.heads.chain_step import Guess, Nodes
 from drafters.heads.growing import WIDTH, Behind, HeadOptions
@@ -33,7 +32,7 @@ from drafters.shared.fingerprint import fingerprint
 from drafters.shared.weights import WeightsConfig, check_fit, reading, save_weights
 from specdec.drafter import Context
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models.loading import model_source
+from specdec.models.names import model_source
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.later import Later
@@ -74,8 +73,7 @@ def own_layers(target: Target) -> Path | None:
     if not target.path:
         return None
     try:
-        place = model_source(target.path)
-        folder = place if isinstance(place, Path) else Path(snapshot_download(place, local_files_only=True))
+        folder = model_source(target.path, local_files_only=True)
         with reading("multi-token-prediction layers", folder, _REMEDY):
             return folder if has_mtp(folder) else None
     except (CheckpointError, OSError, ValueError):

@@ -5,6 +5,7 @@ They are found through the entry point group ``specdec.commands``, and import to
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from specdec.bench.plan import Plan, Spec, labelled
 from specdec.engine.config import resolve
@@ -31,6 +34,9 @@ __all__ = ["audit", "bench", "compare"]
 # Columns that fit in 80 characters.
 SHOWN = ("tokens/step", "rows/step", "tokens/s", "x plain (95 %)", "x transformers")
 SHOWN_OF_BATCHES = ("tokens/s", "x plain", "first token ms, p95", "between ms, p95", "rest us")
+
+_LEFT = ("system", "questions", "figure", "text", "moved")
+_STYLES = {"BUG": "bold red", "up": "green", "down": "red"}  # of a row's last cell
 
 
 @with_options(Plan, file="configs/bench/tiny.yaml", setting="lookahead.window=5")
@@ -49,13 +55,12 @@ def bench(
         bool, typer.Option("--download", help="Fetch Spec-Bench's questions, and do nothing else.")
     ] = False,
 ) -> None:
-    """Compare drafters, and transformers' own decoding, on the same questions; audit the answers; write a report.
+    """Compare drafters, and transformers' own decoding, on the same questions; audit the answers; write a page.
 
-    With no options: every drafter on the embedded model and the questions in the package. The last line names the
-    report.
+    With no options: every drafter on the embedded model and the questions in the package. The last line names the page.
     """
     if download:
-        from specdec.bench.download import download_spec_bench
+        from specdec.bench.spec_bench import download_spec_bench
 
         path, digest = download_spec_bench()
         typer.echo(f"{path}\nsha256 {digest}\nuse it with --questions spec_bench")
@@ -72,7 +77,7 @@ def bench(
     run, verdicts = _run(plan, folder, command)
     from specdec.bench.metrics import measure
     from specdec.bench.report import write_report
-    from specdec.bench.tables import print_verdicts, system_table, terminal_table
+    from specdec.bench.tables import system_table
 
     _print_failures(run)
     metrics = measure(run.records(), list(run.manifest()["systems"]))
@@ -98,7 +103,6 @@ def audit(
     from specdec.bench.audit import audit as audit_records
     from specdec.bench.environment import describe_model
     from specdec.bench.records import RunFolder
-    from specdec.bench.tables import print_verdicts
     from specdec.engine.load import load
 
     folder = RunFolder(run)
@@ -131,7 +135,6 @@ def compare(
     """Show two runs side by side, with what moved beyond noise."""
     from specdec.bench.compare import compare_runs
     from specdec.bench.records import RunFolder
-    from specdec.bench.tables import terminal_table
 
     comparison = compare_runs(RunFolder(a), RunFolder(b))
     console = Console()
@@ -141,6 +144,28 @@ def compare(
     moved = sum(change.moved for change in comparison.changes)
     rests = f"on {comparison.answered} of {comparison.asked} questions"
     typer.echo(f"{moved} of {len(comparison.changes)} figures moved beyond noise, {rests}")
+
+
+def terminal_table(cells: list[list[str]]) -> Table:
+    """A table for a terminal of 80 columns."""
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in cells[0]:
+        two_lines = re.sub(r"(?<=\S)(?=/\S)| (?=\(|ms)|(?<=trans)(?=formers)", "\n", title)
+        table.add_column(escape(two_lines), justify="left" if title in _LEFT else "right", no_wrap=True)
+    for row in cells[1:]:
+        table.add_row(*map(Text, row[:-1]), Text(row[-1], style=_STYLES.get(row[-1], "")))
+    return table
+
+
+def print_verdicts(audit: Audit, console: Console, *, only_different: bool = False) -> None:
+    """Print a line per system, and one for each of its first ten differences, bugs first."""
+    for system, verdict in audit.systems.items():
+        if only_different and not verdict.divergences:
+            continue
+        style = "bold red" if verdict.bugs else "dim" if verdict.uncompared else "green"
+        console.print(f"[bold]{escape(system)}[/]: [{style}]{escape(str(verdict))}[/]", soft_wrap=True)
+        for divergence in sorted(verdict.divergences, key=lambda d: d.verdict)[:10]:  # BUG sorts before rounding
+            console.print(f"  {escape(str(divergence))}", soft_wrap=True, highlight=False)
 
 
 def _run(plan: Plan, folder: Path, command: str) -> tuple[RunFolder, Audit]:

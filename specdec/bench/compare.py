@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.bench.metrics import OVERALL, Interval, ratio_interval, speed_of
+from specdec.bench.metrics import OVERALL, Answers, Interval, Sums, ratio_interval, speed_of, speedup_of
 from specdec.bench.plan import BASELINE
 from specdec.bench.records import Record, RunFolder, repeats_of
 from specdec.engine.questions import QuestionId, group_of
@@ -108,9 +108,6 @@ def _failures(name: str, records: Sequence[Record]) -> list[str]:
     return [f"{len(found)} answers of {label} failed in {name}; {found[0]}" for label, found in errors.items()]
 
 
-Answers = dict[tuple[str, QuestionId], list[Record]]
-
-
 def _changes(label: str, a: Answers, b: Answers) -> list[Change]:
     wanted = dict.fromkeys((label, BASELINE))
     shared = [q for s, q in a if s == label and all((name, q) in run for name in wanted for run in (a, b))]
@@ -129,10 +126,6 @@ def _changes(label: str, a: Answers, b: Answers) -> list[Change]:
     return changes
 
 
-Sums = list[list[float]]
-"""Figures by question; a compared figure is the product of some sums divided by the product of others."""
-
-
 def _quotient(tops: Sums, bottoms: Sums) -> float:
     return math.prod(map(sum, tops)) / math.prod(map(sum, bottoms))
 
@@ -143,8 +136,7 @@ def _speed(run: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, S
 
 
 def _speedup(run: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:
-    (tokens, seconds), (plain, base) = (_speed(run, name, ids) for name in (label, BASELINE))
-    return [*tokens, *base], [*seconds, *plain]
+    return speedup_of(run, label, BASELINE, ids)
 
 
 def _tokens_per_step(run: Answers, label: str, ids: Sequence[QuestionId]) -> tuple[Sums, Sums]:

@@ -17,7 +17,7 @@ from specdec.costs.machine import processor
 from specdec.target import Target
 from specdec.version import __version__
 
-__all__ = ["MemoryMeter", "caption", "describe_environment", "describe_model"]
+__all__ = ["MemoryMeter", "caption", "caption_of", "describe_environment", "describe_model"]
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -47,6 +47,16 @@ def caption(environment: Mapping[str, Any]) -> str:
     return (
         f"specdec {environment['commit'] or 'no commit'}{changed}, torch {versions['torch']}, "
         f"transformers {versions['transformers']} | {device}, threads: {environment['threads']}"
+    )
+
+
+def caption_of(manifest: Mapping[str, Any]) -> str:
+    """The same of a run, behind its settings."""
+    plan = manifest["plan"]
+    return (
+        f"{manifest['model']['name']}, {manifest['model']['dtype']}, T={plan['temperature']:g}, "
+        f"{manifest['questions']['asked']} questions, {plan['max_new_tokens']} new tokens, {plan['repeats']} repeats | "
+        f"{caption(manifest['environment'])}"
     )
 
 

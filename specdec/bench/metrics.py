@@ -21,13 +21,16 @@ from specdec.engine.questions import QuestionId, group_of
 __all__ = [
     "DEPTH",
     "OVERALL",
+    "Answers",
     "Interval",
     "Metrics",
     "Row",
+    "Sums",
     "measure",
     "ratio_interval",
     "repeat_share",
     "speed_of",
+    "speedup_of",
 ]
 
 OVERALL = "overall"
@@ -152,6 +155,7 @@ def measure(records: Sequence[Record], systems: Sequence[str], rival: str = RIVA
 
 
 Answers = Mapping[tuple[str, QuestionId], Sequence[Record]]
+Sums = list[list[float]]
 
 
 def _row(answers: Answers, system: str, ids: Sequence[QuestionId], rival: str, failed: int) -> Row:
@@ -172,9 +176,9 @@ def _row(answers: Answers, system: str, ids: Sequence[QuestionId], rival: str, f
         known = sum(_median(repeats, phase) for repeats in mine for phase in ("target", "draft"))
         row.rest_seconds = (decode - known) / row.steps
     _time_tokens(row, [turn for repeats in mine for record in repeats for turn in record.turns if turn.times])
-    row.speedup = _speedup(answers, system, BASELINE, ids, prefill=True)
-    row.decode_speedup = _speedup(answers, system, BASELINE, ids, prefill=False)
-    row.speedup_rival = _speedup(answers, system, rival, ids, prefill=True)
+    row.speedup = ratio_interval(*speedup_of(answers, system, BASELINE, ids))
+    row.decode_speedup = ratio_interval(*speedup_of(answers, system, BASELINE, ids, prefill=False))
+    row.speedup_rival = ratio_interval(*speedup_of(answers, system, rival, ids))
     row.shares = _shares([record for repeats in mine for record in repeats])
     memory = [turn.peak_memory for repeats in mine for r in repeats for turn in r.turns if turn.peak_memory is not None]
     row.peak_memory = max(memory, default=None)
@@ -215,12 +219,15 @@ def _median(repeats: Sequence[Record], phase: str) -> float:
     return statistics.median(record.seconds(phase) for record in repeats)
 
 
-def _speedup(answers: Answers, system: str, base: str, ids: Sequence[QuestionId], *, prefill: bool) -> Interval | None:
+def speedup_of(
+    answers: Answers, system: str, base: str, ids: Sequence[QuestionId], *, prefill: bool = True
+) -> tuple[Sums, Sums]:
+    """Figures by question: the product of the first ones' sums, by that of the others, is how much faster it is."""
     both = [q for q in ids if (system, q) in answers and (base, q) in answers]
     (mine, taken), (plain, base_taken) = (
         speed_of([answers[name, q] for q in both], prefill=prefill) for name in (system, base)
     )
-    return ratio_interval([mine, base_taken], [taken, plain])
+    return [mine, base_taken], [taken, plain]
 
 
 def _shares(records: Sequence[Record]) -> dict[str, float]:

@@ -1,182 +1,130 @@
-"""Report: one self-contained page, its figures as PNGs, Markdown tables, and answer files in Spec-Bench's format."""
+"""Report: one self-contained page with a run's tables and plots, and files for programs beside it."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
+import io
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.bench.audit import Audit
-from specdec.bench.environment import caption
-from specdec.bench.figures import draw_figures
-from specdec.bench.metrics import Metrics
+from specdec.bench.environment import caption_of
+from specdec.bench.metrics import OVERALL, Metrics, Row
 from specdec.bench.plan import BASELINE, at_once
 from specdec.bench.records import Record, RunFolder
-from specdec.bench.tables import BATCH, Cells, markdown_table, positions, system_table, tables_of
-from specdec.costs.plots import require_bench_extra
+from specdec.bench.spec_bench import write_answers
+from specdec.bench.tables import Cells, tables_of
+from specdec.costs.plots import new_figure, require_bench_extra, scale_to_rows, sign, tidy
 from specdec.engine.questions import QuestionId, group_of
-from specdec.settings.files import replacing, write_json, write_text
+from specdec.settings.files import write_json, write_text
 
-__all__ = ["answer_of", "caption_of", "markdown", "write_answers", "write_report"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+__all__ = ["plots", "write_report"]
+
+# Okabe and Ito's colours, which most colour-blind people can distinguish, and three more; then markers differ.
+_COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#6A3D9A", "#B2182B", "#1B7837",
+)  # fmt: skip
+_MARKERS = "osD^vPX*<>"
+_PLAIN = "#777777"
 _SHADES = 4  # shades of a trace's steps
 
-# Columns of the page's first table, which must fit a window of 1,100 pixels, and of the one below it.
-_FIRST = (
-    "tokens/step",
-    "rows/step",
-    "tokens/s",
-    "x plain (95 %)",
-    "decoding x plain",
-    "x transformers (95 %)",
-    "repeats",
-)
-_MORE = (
-    *("answers", "decoding tokens/s", "prefill tokens/s", "Spec-Bench's own count", "peak MiB"),
-    *("prefill", "draft", "target", "rest"),
-)
-
-_FIGURES = {
+# Name of a table -> its title on the page, and what it says.
+_SECTIONS = {
+    "systems": (
+        "Overall",
+        "Tokens are counted alike for all systems, to the end of the sequence and within the same budget; speed is by "
+        "the wall clock with the prefill, the median of the repeats, with a 95 % bootstrap over questions. Repeats: "
+        "tokens inside an 8-token n-gram that the output had before, which flatters every drafter that copies. Text: "
+        "each answer beside plain decoding's, token by token.",
+    ),
+    "kinds": ("By kind of question", "Decoding without the prefill, plain decoding = 1."),
     "batch": (
-        "Speedup over batch size",
-        "Tokens per second of all questions, prefill included, by those of plain decoding one by one.",
+        "Many at once",
+        "system@4 answers four questions at once. x plain is by plain decoding one by one, x transformers by its "
+        "greedy decoding of as many at once. The first token is timed from when its prompt is taken; a step's tokens "
+        "share the time since the step before; median and 95th percentile. Rest: per step of a sequence, what is "
+        "neither drafting nor the target's forward.",
     ),
-    "speedup": (
-        "Speed against plain decoding",
-        "Wall clock, prefill included, of the same tokens on the same stack. Bars: 95 % bootstrap over questions.",
+    "time": (
+        "Where the time goes",
+        "Prefill to rest: shares of the wall clock; the rest is verification, commits and the loop. Spec-Bench's own "
+        "count is its published script's: the mean of the questions' speeds, the baseline's tokens counted by "
+        "tokenizing its text again. In the plot the line is the target's forward alone. Filled marks: the time of a "
+        "drafter's whole step in plain steps; hollow ones: its tokens. A drafter gains where the hollow mark is above "
+        "the filled one; their ratio is its speedup, the prefill left out.",
     ),
-    "cost": (
-        "What a step costs and what it brings",
-        "The line is the target's forward alone. Filled marks: the time of a drafter's whole step in plain steps; "
-        "hollow ones: its tokens. A drafter gains where the hollow mark is above the filled one; their ratio is its "
-        "speedup, the prefill left out.",
-    ),
+    "reach": ("How far steps reach", "CTAR: the share of steps that accept at least so many draft tokens."),
 }
 
 
 def write_report(folder: RunFolder, audit: Audit, metrics: Metrics) -> Path:
-    """Write ``report.html``, ``report.md``, ``metrics.json``, ``audit.json``, ``figures/`` and ``spec_bench/``.
+    """Write ``report.html``, ``metrics.json``, ``audit.json`` and ``spec_bench/``, and the tables into the manifest.
 
-    Returns the HTML file.
+    Returns the page.
 
     Raises:
         ConfigError: jinja2 or matplotlib is not installed, or the disk cannot be written to.
     """
     require_bench_extra()
-    manifest, records = folder.manifest(), folder.records()
-    path = folder.path / "report.html"
+    manifest, records, path = folder.manifest(), folder.records(), folder.path / "report.html"
+    manifest["tables"] = tables_of(metrics, manifest, audit)
     with folder.on_disk("the report"):
         write_json(folder.path / "metrics.json", {"groups": metrics.groups, "systems": asdict(metrics)["rows"]})
         verdicts = {label: asdict(verdict) | {"bugs": verdict.bugs} for label, verdict in audit.systems.items()}
         write_json(folder.path / "audit.json", {"passed": audit.passed, "systems": verdicts})
         alone = [record for record in records if at_once(record.system)[1] == 1]
         write_answers(alone, folder.path / "spec_bench", manifest["model"]["name"])
-        write_text(folder.path / "report.md", markdown(metrics, manifest, audit))
-        write_text(path, _page(metrics, manifest, audit, records, _images(folder, metrics, manifest, audit)))
+        folder.write_manifest(manifest)
+        write_text(path, _page(metrics, manifest, audit, records))
     return path
 
 
-def caption_of(manifest: Mapping[str, Any]) -> str:
-    """Commit, versions, hardware and settings on one line, for figures."""
-    plan = manifest["plan"]
-    return (
-        f"{manifest['model']['name']}, {manifest['model']['dtype']}, T={plan['temperature']:g}, "
-        f"{manifest['questions']['asked']} questions, {plan['max_new_tokens']} new tokens, {plan['repeats']} repeats | "
-        f"{caption(manifest['environment'])}"
-    )
-
-
-def markdown(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> str:
-    """The Markdown tables over all questions and by kind, and how they were made."""
-    lines = list[str]()
-    for name, table in tables_of(metrics, manifest, audit).items():
-        lines += [*markdown_table(table), ""]
-        if name == "batch":
-            lines += [f"{one}: left out, as {why}." for one, why in manifest["left_out"].items() if "@" in one] + [""]
-    command = manifest["runs"][0]["command"]
-    return "\n".join([*lines, caption_of(manifest) + (f" | `{command}`" if command else ""), ""])
-
-
-def _images(folder: RunFolder, metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> dict[str, bytes]:
-    """Draw the figures, and write the manifest with the tables beside them."""
-    place = folder.path / "figures"
-    images: dict[str, bytes] = {}
-    for name, figure in draw_figures(metrics, manifest, caption_of(manifest)).items():
-        with replacing(place / f"{name}.png") as new:
-            figure.savefig(new)
-        images[name] = (place / f"{name}.png").read_bytes()
-    if images:
-        write_json(place / "manifest.json", {**manifest, "tables": tables_of(metrics, manifest, audit)})
-    return images
-
-
-def _page(
-    metrics: Metrics,
-    manifest: Mapping[str, Any],
-    audit: Audit,
-    records: Sequence[Record],
-    images: Mapping[str, bytes],
-) -> str:
+def _page(metrics: Metrics, manifest: dict[str, Any], audit: Audit, records: Sequence[Record]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("specdec.bench"),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
+        loader=PackageLoader("specdec.bench"), undefined=StrictUndefined, autoescape=True, trim_blocks=True,
         lstrip_blocks=True,
-    )
-    figures = [
-        {"name": name, "title": title, "about": about, "data": base64.b64encode(images[name]).decode("ascii")}
-        for name, (title, about) in _FIGURES.items()
-        if name in images
-    ]
+    )  # fmt: skip
+    caption, tables = caption_of(manifest), manifest.pop("tables")
+    drawn = {name: _png(figure, caption) for name, figure in plots(metrics, manifest).items()}
     errors = [record for record in records if record.error is not None]
-    alone, texts = metrics.one_by_one(), {system: verdict.brief for system, verdict in audit.systems.items()}
     return environment.get_template("report.html.j2").render(
-        caption=caption_of(manifest),
+        caption=caption,
         command=manifest["runs"][0]["command"],
-        manifest=json.dumps(manifest, indent=2),
-        left_out=manifest["left_out"],
-        lossy=[system for system, about in manifest["systems"].items() if about["lossy"]],
-        baseline=BASELINE,
-        first=_filled(system_table(alone, _FIRST)),
-        more=_filled(system_table(alone, _MORE)),
-        tables={group: _filled(system_table(alone, _FIRST, group)) for group in metrics.groups},
-        batch=system_table(metrics, BATCH, texts=texts) if len(metrics.rows) > len(alone.rows) else [],
-        positions=positions(alone),
-        verdicts=[(system, str(verdict), bool(verdict.bugs)) for system, verdict in audit.systems.items()],
-        divergences=[str(divergence) for verdict in audit.systems.values() for divergence in verdict.divergences][:50],
         passed=audit.passed,
-        figures=figures,
-        traces=traces(records, list(alone.rows)),
-        errors=errors[:50],
         failed=len(errors),
         total=len(records),
+        sections=[(*_SECTIONS[name], _filled(table), drawn.get(name)) for name, table in tables.items()],
+        traces=_traces(records, list(metrics.one_by_one().rows)),
+        divergences=[str(divergence) for verdict in audit.systems.values() for divergence in verdict.divergences][:50],
+        errors=[f"{r.system}, question {r.question_id}, repeat {r.repeat + 1}: {r.error}" for r in errors[:50]],
+        left_out=[f"{name}: {reason}" for name, reason in manifest["left_out"].items()],
+        manifest=json.dumps(manifest, indent=2),
     )
 
 
 def _filled(cells: Cells) -> Cells:
-    """A table without the columns in which no system has a figure."""
+    """A table without the columns in which no system has a figure, and without Markdown's quotes."""
     kept = [place for place in range(len(cells[0])) if any(row[place] for row in cells[1:])]
-    return [[row[place] for place in kept] for row in cells]
+    return [[row[place].replace("`", "") for place in kept] for row in cells]
 
 
-def traces(records: Sequence[Record], systems: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Title -> a trace per system, for the first question of each group."""
+def _traces(records: Sequence[Record], systems: Sequence[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Title and a trace per system, of the first question of each group."""
     chosen: dict[str, QuestionId] = {}
     for record in records:
         chosen.setdefault(group_of(record.category), record.question_id)
-    by_question: dict[str, list[dict[str, Any]]] = {}
     for group, question in chosen.items():
         answers = {r.system: r for r in records if r.question_id == question and r.repeat == 0 and r.turns}
-        by_question[f"{group}, question {question}"] = [_trace(answers[s]) for s in systems if s in answers]
-    return by_question
+        yield f"{group}, question {question}", [_trace(answers[s]) for s in systems if s in answers]
 
 
 def _trace(record: Record) -> dict[str, Any]:
@@ -196,39 +144,110 @@ def _trace(record: Record) -> dict[str, Any]:
     return {"system": record.system, "summary": summary, "pieces": pieces}
 
 
-def write_answers(records: Sequence[Record], folder: Path, model: str) -> list[Path]:
-    """One file per system and repeat, ``run_1/<model>-<system>.jsonl``; questions that failed are left out.
-
-    Returns the files, sorted.
-    """
-    lines: dict[Path, list[str]] = {}
-    for record in sorted(records, key=lambda r: (r.repeat, str(r.system))):
-        name = re.sub(r"[^\w.+-]+", "-", f"{Path(model).name}-{record.system}")
-        file = folder / f"run_{record.repeat + 1}" / f"{name}.jsonl"
-        if record.error is None:
-            lines.setdefault(file, []).append(json.dumps(answer_of(record, name), ensure_ascii=False))
-    for file, content in lines.items():
-        write_text(file, "".join(line + "\n" for line in content))
-    return sorted(lines)
+# -- Plots, by matplotlib's object interface: no window, no global state -----------------------------------------------
 
 
-def answer_of(record: Record, model_id: str) -> dict[str, Any]:
-    """A record in Spec-Bench's format: lists over turns, and the accepted lengths of all turns in one list."""
-    key = f"{record.question_id}/{record.system}/{record.repeat}/{record.time}"
-    return {
-        "question_id": record.question_id,
-        "category": record.category,
-        "answer_id": hashlib.sha256(key.encode()).hexdigest()[:22],
-        "model_id": model_id,
-        "choices": [
-            {
-                "index": 0,
-                "turns": [turn.text.strip() for turn in record.turns],
-                "decoding_steps": [len(turn.accept_lengths) for turn in record.turns],
-                "new_tokens": [len(turn.token_ids) for turn in record.turns],
-                "wall_time": [turn.seconds["wall"] for turn in record.turns],
-                "accept_lengths": [length for turn in record.turns for length in turn.accept_lengths],
-            }
-        ],
-        "tstamp": record.time,
+def plots(metrics: Metrics, manifest: Mapping[str, Any]) -> dict[str, Figure]:
+    """A plot for each table that has one: ``systems``, ``batch`` and ``time``; one without data is left out."""
+    alone, rows = metrics.one_by_one(), {system: groups[OVERALL] for system, groups in metrics.rows.items()}
+    styles = _styles(list(alone.rows))
+    drawn = {
+        "systems": _speedup(alone, styles),
+        "batch": _batch(rows, styles),
+        "time": _cost({system: rows[system] for system in alone.rows}, styles, manifest.get("cost") or {}),
     }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _png(figure: Figure, caption: str) -> str:
+    """A figure with how it was made below it, in base 64."""
+    sign(figure, caption.replace(" | ", "\n"))
+    figure.savefig(data := io.BytesIO())
+    return base64.b64encode(data.getvalue()).decode("ascii")
+
+
+Styles = Mapping[str, Mapping[str, Any]]
+
+
+def _styles(systems: Sequence[str]) -> Styles:
+    styles = {BASELINE: {"color": _PLAIN, "marker": "o"}}
+    for place, system in enumerate(s for s in systems if s != BASELINE):
+        marker = _MARKERS[(place + place // len(_COLOURS)) % len(_MARKERS)]
+        styles[system] = {"color": _COLOURS[place % len(_COLOURS)], "marker": marker}
+    return styles
+
+
+def _one_panel(height: float) -> tuple[Figure, Axes]:
+    """A figure with one panel, and room for a legend."""
+    figure = new_figure(7.6, height)
+    return figure, figure.subplots()
+
+
+def _speedup(metrics: Metrics, styles: Styles) -> Figure | None:
+    """A panel for all questions and for each group: speed against plain decoding, with its interval."""
+    systems = [s for s in metrics.rows if s != BASELINE and metrics.rows[s][OVERALL].speedup is not None]
+    if not systems:
+        return None
+    groups = [OVERALL, *(metrics.groups if len(metrics.groups) > 1 else ())]
+    columns = min(4, len(groups))
+    lines = -(-len(groups) // columns)
+    figure = new_figure(2.6 * columns + 0.8, (0.24 * len(systems) + 0.95) * lines + 0.8)
+    panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for axes in panels[len(groups) :]:
+        axes.set_visible(False)
+    for place, (group, axes) in enumerate(zip(groups, panels, strict=False)):
+        lowest = place + columns >= len(groups)
+        tidy(axes, group.replace("_", " "), "speed, plain decoding = 1" if lowest else "")
+        axes.tick_params(labelbottom=lowest)
+        for height, system in enumerate(systems):
+            if (found := metrics.rows[system][group].speedup) is not None:
+                error = [[max(0.0, found.value - found.low)], [max(0.0, found.high - found.value)]]
+                axes.errorbar(found.value, height, xerr=error, ms=5, lw=1.5, capsize=2, **styles[system])
+        axes.axvline(1, color=_PLAIN, lw=1, zorder=0)
+        axes.set_yticks(range(len(systems)), systems)
+        axes.set_ylim(len(systems) - 0.5, -0.5)
+        axes.grid(axis="x", color="#E5E5E5", lw=0.7)
+    return figure
+
+
+def _batch(rows: Mapping[str, Row], styles: Styles) -> Figure | None:
+    """Speedup over batch size, a line per system; a system that answers one question at a time is a point."""
+    lines: dict[str, dict[int, float]] = {}
+    for label, row in rows.items():
+        system, size = at_once(label)
+        if row.speedup is not None:
+            lines.setdefault(system, {})[size] = row.speedup.value
+    sizes = sorted({size for points in lines.values() for size in points})
+    if len(sizes) < 2:
+        return None
+    figure, axes = _one_panel(4.2)
+    for system, points in lines.items():
+        axes.plot(list(points), list(points.values()), lw=1.6, ms=5, label=system, clip_on=False, **styles[system])
+    axes.axhline(1, color=_PLAIN, lw=1, zorder=0)
+    scale_to_rows(axes, sizes)
+    tidy(axes, "Speedup over batch size", "questions at once", "tokens/s, plain decoding one by one = 1")
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
+    return figure
+
+
+def _cost(rows: Mapping[str, Row], styles: Styles, cost: Mapping[str, Any]) -> Figure | None:
+    """The cost of a forward by rows, and over it the cost and the tokens of each drafter's steps."""
+    plain = rows.get(BASELINE)
+    if not cost.get("seconds") or plain is None or not plain.step_seconds:
+        return None
+    seconds = {int(count): taken for count, taken in cost["seconds"].items()}
+    relative = [taken / seconds[min(seconds)] for taken in seconds.values()]
+    figure, axes = _one_panel(4.4)
+    axes.plot(list(seconds), relative, color="#333333", lw=1.4, label="forward alone")
+    for system, row in rows.items():
+        if row.rows_per_step is None or not row.step_seconds or row.tokens_per_step is None or system == BASELINE:
+            continue
+        x, step, gain = row.rows_per_step, row.step_seconds / plain.step_seconds, row.tokens_per_step.value
+        axes.plot([x, x], [step, gain], color=styles[system]["color"], lw=1, alpha=0.7)
+        axes.plot(x, step, ls="", ms=6, label=f"{system}: {gain / step:.2f}x", **styles[system])
+        axes.plot(x, gain, ls="", ms=7, mfc="white", **styles[system])
+    scale_to_rows(axes, list(seconds))
+    title = f"Cost of a step by its rows, at {cost['context']} tokens of context"
+    tidy(axes, title, "rows of a step", "plain steps of time (filled) or tokens (hollow)")
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
+    return figure

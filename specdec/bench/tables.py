@@ -1,41 +1,26 @@
-"""Tables of a run as cells, titles first, and how they are written: in Markdown and on a terminal."""
+"""Tables of a run as cells, titles first: those of its report, which docs show too, and short ones for a terminal."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
-
-from specdec.bench.audit import BUG, Audit
+from specdec.bench.audit import Audit
 from specdec.bench.metrics import DEPTH, OVERALL, Interval, Metrics, Row
 
-__all__ = [
-    "BATCH",
-    "COLUMNS",
-    "Cells",
-    "markdown_table",
-    "positions",
-    "print_verdicts",
-    "system_table",
-    "tables_of",
-    "terminal_table",
-]
+__all__ = ["COLUMNS", "Cells", "system_table", "tables_of"]
 
 Cells = list[list[str]]
 
 _SYSTEMS = ("tokens/step", "rows/step", "tokens/s", "prefill tokens/s", "x plain (95 %)", "x transformers", "repeats")
-BATCH = (
+_BATCH = (
     "tokens/s", "x plain (95 %)", "x transformers", "tokens/step", "first token ms, p95", "between ms, p95", "rest us",
 )  # fmt: skip
-"""The columns of throughput and latency, of systems that answer several questions at once."""
-_LEFT = ("system", "questions", "figure", "drafter", "decoding x plain", "text", "moved")
-_STYLES = {BUG: "bold red", "up": "green", "down": "red"}  # of a row's last cell on a terminal
+_TIME = (
+    "answers", "decoding tokens/s", "decoding x plain", "Spec-Bench's own count", "peak MiB",
+    "prefill", "draft", "target", "rest",
+)  # fmt: skip
 
 
 def _number(value: Interval | float | None, digits: int = 2) -> str:
@@ -67,7 +52,6 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "x plain (95 %)": lambda row: _span(row.speedup),
     "decoding x plain": lambda row: _number(row.decode_speedup),
     "x transformers": lambda row: _number(row.speedup_rival),
-    "x transformers (95 %)": lambda row: _span(row.speedup_rival),
     "Spec-Bench's own count": lambda row: _number(row.spec_bench.get("speedup")),
     "repeats": lambda row: _percent(row.repeats),
     "peak MiB": lambda row: "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.0f}",
@@ -82,25 +66,22 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = {
 """Title of a column -> its text for a system; empty where there is no figure."""
 
 
-def system_table(
-    metrics: Metrics, columns: Sequence[str], group: str = OVERALL, *, texts: Mapping[str, object] | None = None
-) -> Cells:
-    """A row per system; ``texts``: what the audit says of each system's texts, as a last column."""
+def system_table(metrics: Metrics, columns: Sequence[str], *, texts: Mapping[str, object] | None = None) -> Cells:
+    """A row per system over all questions; ``texts``: what the audit says of its texts, as a last column."""
     last = [] if texts is None else ["text"]
     rows = [
-        [system, *(COLUMNS[name](groups[group]) for name in columns), *(str((texts or {})[system]) for _ in last)]
+        [system, *(COLUMNS[name](groups[OVERALL]) for name in columns), *(str((texts or {})[system]) for _ in last)]
         for system, groups in metrics.rows.items()
     ]
     return [["system", *columns, *last], *rows]
 
 
 def tables_of(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> dict[str, Cells]:
-    """The tables of a run: ``systems`` over all questions; ``batch``, where several were answered at once; and
-    ``kinds``, decoding speed relative to plain decoding by kind of question."""
+    """The tables of a run, in Markdown's words: ``systems`` over all questions; ``kinds``, decoding speed relative to
+    plain decoding by kind of question; ``batch``, where several were answered at once; ``time``, where it goes; and
+    ``reach``, the share of steps that accept at least so many tokens, CTAR."""
     alone = metrics.one_by_one()
     tables = {"systems": system_table(alone, _SYSTEMS, texts=audit.systems)}
-    if len(metrics.rows) > len(alone.rows):
-        tables["batch"] = system_table(metrics, BATCH, texts=audit.systems)
     if len(metrics.groups) > 1:
         tables["kinds"] = [["decoding x plain", *metrics.groups, "mean of the kinds"]]
         for system, groups in alone.rows.items():
@@ -108,44 +89,14 @@ def tables_of(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> di
             cells = [COLUMNS["decoding x plain"](groups[name]) for name in metrics.groups]
             mean = f"{statistics.mean(speeds):.2f}" if len(speeds) == len(metrics.groups) else ""
             tables["kinds"].append([system, *cells, mean])
+    if len(metrics.rows) > len(alone.rows):
+        tables["batch"] = system_table(metrics, _BATCH, texts=audit.systems)
+    tables["time"] = system_table(alone, _TIME)
+    steps = {system: groups[OVERALL].ctar for system, groups in alone.rows.items() if groups[OVERALL].ctar}
+    if steps:
+        titles = ["drafted tokens accepted", *(f">= {depth}" for depth in range(1, DEPTH + 1))]
+        tables["reach"] = [titles, *([system, *map(_percent, ctar)] for system, ctar in steps.items())]
     for table in tables.values():
         for cells in table[1:]:
             cells[0] = f"`{cells[0]}`" + (" (lossy)" if manifest["systems"][cells[0]]["lossy"] else "")
     return tables
-
-
-def positions(metrics: Metrics) -> list[Cells]:
-    """CTAR, and acceptance by position, over all questions."""
-    rows = {system: groups[OVERALL] for system, groups in metrics.rows.items() if groups[OVERALL].ctar}
-    depths = [str(depth) for depth in range(1, DEPTH + 1)]
-    reach = [["CTAR(w)", *depths], *([system, *map(_percent, row.ctar)] for system, row in rows.items())]
-    accepted = [["accepted at position, if reached", *depths]]
-    return [reach, accepted + [[system, *map(_percent, row.acceptance)] for system, row in rows.items()]]
-
-
-def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; names and texts are aligned left, figures right."""
-    rules = ["---" if title in _LEFT else "--:" for title in cells[0]]
-    return [f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:])]
-
-
-def terminal_table(cells: Cells) -> Table:
-    """A table for a terminal of 80 columns."""
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in cells[0]:
-        two_lines = re.sub(r"(?<=\S)(?=/\S)| (?=\(|ms)|(?<=trans)(?=formers)", "\n", title)
-        table.add_column(escape(two_lines), justify="left" if title in _LEFT else "right", no_wrap=True)
-    for row in cells[1:]:
-        table.add_row(*map(Text, row[:-1]), Text(row[-1], style=_STYLES.get(row[-1], "")))
-    return table
-
-
-def print_verdicts(audit: Audit, console: Console, *, only_different: bool = False) -> None:
-    """Print a line per system, and one for each of its first ten differences, bugs first."""
-    for system, verdict in audit.systems.items():
-        if only_different and not verdict.divergences:
-            continue
-        style = "bold red" if verdict.bugs else "dim" if verdict.uncompared else "green"
-        console.print(f"[bold]{escape(system)}[/]: [{style}]{escape(str(verdict))}[/]", soft_wrap=True)
-        for divergence in sorted(verdict.divergences, key=lambda d: d.verdict)[:10]:  # BUG sorts before rounding
-            console.print(f"  {escape(str(divergence))}", soft_wrap=True, highlight=False)

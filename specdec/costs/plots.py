@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["new_figure", "require_bench_extra", "scale_to_rows", "tidy"]
+__all__ = ["new_figure", "require_bench_extra", "scale_to_rows", "sign", "tidy"]
 
 
 def require_bench_extra() -> None:
@@ -40,6 +40,11 @@ def tidy(axes: Axes, title: str, x: str = "", y: str = "") -> None:
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
+
+
+def sign(figure: Figure, caption: str) -> None:
+    """Write below a figure how it was made."""
+    figure.supxlabel(caption, fontsize=6.5, color="#666666", x=0.01, ha="left")
 
 
 def scale_to_rows(axes: Axes, rows: Sequence[int]) -> None:

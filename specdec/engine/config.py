@@ -16,7 +16,7 @@ import yaml
 
 from specdec.errors import ConfigError, check_choice, shown
 from specdec.parallel import PARALLEL
-from specdec.runners import ACTIVATIONS, EXECUTIONS
+from specdec.runners import ACTIVATIONS, ATTENTIONS, EXECUTIONS
 from specdec.settings.arguments import ARGUMENTS, DTYPES
 from specdec.settings.options import Given, option
 from specdec.settings.parsing import load_yaml, parse, read_value, yaml_fault
@@ -38,7 +38,10 @@ class WeightsOptions:
         ConfigError: a value that cannot be.
     """
 
-    model: str = _model_option("tiny", "tiny, smollm2 (once `specdec pull smollm2`), a folder, GGUF file or hub id.")
+    model: str = _model_option(
+        "tiny",
+        "tiny, smollm2 (once `specdec pull smollm2`), a folder, GGUF file or hub id; of its files one: ID:Q4_K_M.",
+    )
     dtype: str = _model_option("auto", "Of weights and computation: float32, bfloat16, ...; auto: the checkpoint's.")
 
     def __post_init__(self) -> None:
@@ -54,24 +57,33 @@ class WeightsOptions:
 class ModelOptions(WeightsOptions):
     """Which weights, and how the model is run."""
 
+    revision: str | None = _model_option(None, "A branch, a tag or a commit of the model's repository on the hub.")
+    subfolder: str | None = _model_option(None, "The folder in the model's folder or repository that holds it.")
+    tokenizer: str | None = _model_option(
+        None, "The tokenizer, named as a model is (default: the model's).", metavar="MODEL"
+    )
     device: str | None = _model_option(None, "Such as cpu or cuda:0.")
     device_map: str | dict[str, Any] | None = option(None, "Such as auto: split the model over devices.", panel="Model")
-    attention: str = _model_option("auto", "auto, sdpa or split; on a GPU flash, flash-attn's kernel.")
+    attention: str = _model_option("auto", "auto; or on a GPU flash: flash-attn's kernel in place of torch's.")
     execution: str = _model_option("auto", "Which code runs the layers: auto, modules, fused or native.")
     activations: str = _model_option(
         "default", "int8: round the rows that a GGUF file's quantised weights are multiplied with to 8 bits."
     )
+    max_model_len: int | None = _model_option(
+        None,
+        "Most tokens of a prompt and its answer (default: the model's context; where it has long rotary factors, the "
+        "original one, beyond which they are taken).",
+    )
     threads: int | None = _model_option(None, "CPU threads (default torch's own; 1 for tiny).")
 
     def __post_init__(self) -> None:
-        from specdec.runners.attention import check_backend
-
         WeightsOptions.__post_init__(self)
-        if self.threads is not None:
-            fitting("threads", self.threads, ARGUMENTS["threads"])
+        for name in ("threads", "max_model_len"):
+            if (value := getattr(self, name)) is not None:
+                fitting(name, value, ARGUMENTS[name])
         if self.device is not None and self.device_map is not None:
             raise ConfigError(f"device is {self.device!r} and device_map {self.device_map!r}; give only one of them")
-        check_backend(self.attention)
+        check_choice("attention", self.attention, ATTENTIONS)
         check_choice("execution", self.execution, EXECUTIONS)
         check_choice("activations", self.activations, ACTIVATIONS)
 

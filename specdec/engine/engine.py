@@ -35,6 +35,7 @@ from specdec.models.around_layers import GENERATION
 from specdec.models.chat_templates import with_chat_template
 from specdec.models.described_target import DescribedTarget
 from specdec.models.inspection import unused_generation_options
+from specdec.models.names import model_source
 from specdec.models.tokenizer import load_tokenizer
 from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel import PARALLEL
@@ -42,7 +43,7 @@ from specdec.parallel.load import load_parallel
 from specdec.results import Chunk, Generation, Step
 from specdec.runners.packed_step import MOST_REPLAYED
 from specdec.sampling.processors import check_processors, settled
-from specdec.settings.arguments import checked, checked_fields
+from specdec.settings.arguments import TOKENIZER_OR_PLACE, checked, checked_fields
 from specdec.settings.copies import NotCopied
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies, torch_switches
@@ -159,7 +160,7 @@ class Engine(NotCopied):
 
     @classmethod
     @torch_switches.makes
-    @checked
+    @partial(checked, tokenizer=TOKENIZER_OR_PLACE)
     def from_pretrained(
         cls,
         path: str | Path,
@@ -172,6 +173,9 @@ class Engine(NotCopied):
         attention: str = "auto",
         activations: str = "default",
         trust_remote_code: bool = False,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        max_model_len: int | None = None,
         tokenizer: Any = None,
         chat_template: str | Path | None = None,
         parallel: str = "off",
@@ -182,9 +186,12 @@ class Engine(NotCopied):
     ) -> Engine:
         """Load target and tokenizer: a named model (``"tiny"``, ``"smollm2"``), a folder, a GGUF file, or a hub id.
 
-        ``execution``, ``attention`` and ``activations`` are TransformersTarget's. ``tokenizer`` takes the place of the
-        one at the path, and ``chat_template``, a file or the name of one that ships (``"chatml"``, ``"llama3"``,
-        ``"mistral"``), that of the tokenizer's own.
+        A repository with several GGUF files takes the name of a quantisation or a file, ``"me/repo:Q4_K_M"``;
+        ``revision`` is its branch, tag or commit, ``subfolder`` the folder in it, or in a folder, that holds the model.
+
+        ``execution``, ``attention``, ``activations`` and ``max_model_len`` are TransformersTarget's. ``tokenizer``,
+        which may be named as a model is, takes the place of the one at the path, and ``chat_template``, a file or the
+        name of one that ships (``"chatml"``, ``"llama3"``, ``"mistral"``), that of the tokenizer's own.
         ``parallel`` is for processes that torchrun started: ``rows`` splits each step's rows over them, ``tensor`` each
         weight (:mod:`specdec.parallel`). The policy is ``acceptance`` here, so that no drafter loses much; an engine
         that is put together by hand takes its drafter at its word.
@@ -197,10 +204,11 @@ class Engine(NotCopied):
         policy = check_policy(policy)
         if isinstance(drafter, str | Mapping):
             parse_drafter(drafter)  # before a large model is loaded for nothing
+        place = model_source(path, revision=revision, subfolder=subfolder, code=trust_remote_code)
         several = check_choice("parallel", parallel, PARALLEL) != "off"
         load: Callable[..., Target] = TransformersTarget.from_pretrained
         target: Target = (partial(load_parallel, parallel, max_rows=max_rows) if several else load)(
-            path,
+            place,
             dtype=dtype,
             device=device,
             device_map=device_map,
@@ -208,16 +216,18 @@ class Engine(NotCopied):
             attention=attention,
             activations=activations,
             trust_remote_code=trust_remote_code,
+            max_model_len=max_model_len,
         )
-        if tokenizer is None:
-            tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        named: str | Path | None = tokenizer if isinstance(tokenizer, str | Path) else None
+        if tokenizer is None or named is not None:
+            tokenizer = load_tokenizer(named or place, trust_remote_code=trust_remote_code)
         if chat_template is not None:
             tokenizer = with_chat_template(tokenizer, chat_template)
         known = getattr(tokenizer, "vocab_size", 0)  # without added tokens, of which models may lack some
         if known > target.vocab_size:
             raise CheckpointError(
-                f"the tokenizer at {str(path)!r} has {known} tokens, and {target.name} knows {target.vocab_size}: it "
-                "is another model's; copy the one that was saved with the weights"
+                f"the tokenizer at {str(named or path)!r} has {known} tokens, and {target.name} knows "
+                f"{target.vocab_size}: it is another model's; copy the one that was saved with the weights"
             )
         return cls(
             target,

@@ -17,6 +17,11 @@ from specdec.parallel.ranks import join, silence
 
 __all__ = ["load", "load_run", "model_arguments", "prepare"]
 
+_ARGUMENTS = (
+    *("revision", "subfolder", "max_model_len", "dtype", "device", "device_map", "execution", "attention"),
+    "activations",
+)
+
 
 def load(
     options: ModelOptions,
@@ -35,7 +40,13 @@ def load(
             status.update(f"Timing steps of {options.model}, once for this machine ({share:.0%})")
 
         return Engine.from_pretrained(
-            options.model, drafter, **model_arguments(options), parallel=parallel, policy=policy, progress=report
+            options.model,
+            drafter,
+            **model_arguments(options),
+            tokenizer=options.tokenizer,
+            parallel=parallel,
+            policy=policy,
+            progress=report,
         )
 
 
@@ -46,8 +57,7 @@ def load_run(run: RunConfig) -> Engine:
 
 def model_arguments(options: ModelOptions) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that say how a model is loaded and run."""
-    names = ("dtype", "device", "device_map", "execution", "attention", "activations")
-    arguments = {name: getattr(options, name) for name in names}
+    arguments = {name: getattr(options, name) for name in _ARGUMENTS}
     template = getattr(options, "chat_template", None)  # of the commands that talk
     return arguments if template is None else {**arguments, "chat_template": template}
 

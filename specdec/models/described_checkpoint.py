@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, GenerationConfig
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.names import Names, Weight, shapes_of
@@ -31,7 +30,9 @@ from specdec.models.gguf_source import GGUF_NAMES, GgufSource
 from specdec.models.gguf_tensors import check_known, check_read
 from specdec.models.gguf_tokenizer import ends_of
 from specdec.models.inspection import end_ids, refuse_unfit
-from specdec.models.loading import check_folder, check_sizes, model_source, mtp_layers
+from specdec.models.loading import check_folder, check_sizes, mtp_layers
+from specdec.models.long_context import take_long_factors
+from specdec.models.names import model_source
 from specdec.native.formats import formats
 from specdec.native.library import library
 
@@ -78,26 +79,31 @@ class DescribedCheckpoint:
         trust_remote_code: bool = False,
         in_blocks: bool = True,
         int8: bool = False,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        max_model_len: int | None = None,
     ) -> DescribedCheckpoint | str:
         """The checkpoint at a path, or why no spec describes it.
 
         Args:
             in_blocks: native layers may run it, for which quantised weights stay in their blocks.
             int8: rows that blocks are multiplied with are to be rounded to bytes.
+            revision, subfolder: as of :func:`model_source`.
+            max_model_len: as of :func:`take_long_factors`.
 
         Raises:
             CheckpointError: no model there, a broken file, or tensors missing, misshapen or left over.
             ConfigError: a GGUF file, and no package to read it with; or no blocks, whose rows could be rounded.
             TargetError: a model that specdec cannot drive.
         """
-        place = model_source(path)
+        place = model_source(path, revision=revision, subfolder=subfolder, code=trust_remote_code)
         computed: Any = None if dtype == "auto" else getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
         if computed not in (None, *_DTYPES):
             return f"{dtype!r} is no dtype in which described decoders compute"
-        wanted = _Wanted(str(path), computed, device, in_blocks, int8)
+        wanted = _Wanted(str(path), computed, device, in_blocks, int8, max_model_len)
         try:
             if is_gguf(place):
-                return _of_gguf(Path(place), wanted)
+                return _of_gguf(place, wanted)
             return _of_folder(place, wanted, trust_remote_code)
         except UnknownDecoder as unknown:
             return str(unknown)
@@ -119,6 +125,7 @@ class _Wanted:
     device: Any
     in_blocks: bool
     int8: bool
+    max_model_len: int | None
 
     def why_dense(self, dtype: torch.dtype, why: str | None = None) -> str | None:
         """Why quantised blocks are dequantised, or None; ``why``: one that is known.
@@ -165,13 +172,13 @@ def _described(config: Any) -> tuple[DecoderSpec, Names, Any]:
     return spec, replace(names, ignored=tuple(ignored)), text
 
 
-def _of_folder(place: str | Path, wanted: _Wanted, trust_remote_code: bool) -> DescribedCheckpoint | str:
-    if isinstance(place, Path):
-        check_folder(place)
-    refuse_adapter(place)
-    config: Any = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> DescribedCheckpoint | str:
+    check_folder(folder)
+    refuse_adapter(folder)
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
     check_sizes(config.to_dict(), wanted.path)
+    take_long_factors(config, wanted.max_model_len)
     if trust_remote_code and getattr(config, "auto_map", None):
         return "its folder has code of its own, which was to be trusted"
     quantisation = getattr(config, "quantization_config", None)
@@ -179,9 +186,8 @@ def _of_folder(place: str | Path, wanted: _Wanted, trust_remote_code: bool) -> D
     if quantisation is not None and method is None:
         return "it is quantised by a method that transformers alone reads"
     spec, names, text = _described(config)
-    folder = place if isinstance(place, Path) else _fetched(place)
     source: Any
-    if folder is None or not any((folder / name).exists() for name in _WEIGHTS):
+    if not any((folder / name).exists() for name in _WEIGHTS):
         return "it has no safetensors"
     if method is not None:
         found = _quantised(folder, spec, method, quantisation, config, wanted)
@@ -208,7 +214,7 @@ def _of_folder(place: str | Path, wanted: _Wanted, trust_remote_code: bool) -> D
         config=text,
         generation_config=generation,
         eos_ids=end_ids(generation, text, spec.architecture),
-        path=str(place),
+        path=str(folder),
         quantised=quantised,
         why_dense=why,
     )
@@ -239,22 +245,12 @@ def _quantised(
     return f"it is quantised by {method}, and {why}" if why is not None and loads else (dtype, source, why)
 
 
-def _fetched(name: str) -> Path | None:
-    """The folder of a hub id's files; None where there are no safetensors."""
-    look: Callable[..., Any] = cached_file
-    index, alone = (look(name, file, _raise_exceptions_for_missing_entries=False) for file in _WEIGHTS)
-    if index is not None:
-        get_checkpoint_shard_files(name, index)  # type: ignore[no-untyped-call]
-    look(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    found = index or alone
-    return None if found is None else Path(found).parent
-
-
 def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     file = GgufFile.read(path)
     config = file.config()
     refuse_unfit(type(config).__name__.removesuffix("Config"), config)
     check_sizes(config.to_dict(), wanted.path)
+    take_long_factors(config, wanted.max_model_len)
     spec, names, text = _described(config)
     dtype, entries = wanted.dtype or file.dtype, file.table.entries
     none = "none of its weights are in blocks that native layers read"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from specdec.costs.machine import Threads
 from specdec.decoder.spec import UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.errors import CheckpointError, TargetError
+from specdec.errors import CheckpointError, TargetError, check_choice
 from specdec.execute.choose import executor_of
 from specdec.execute.torch import TorchExecutor
 from specdec.models import describe
@@ -24,7 +24,8 @@ from specdec.models.inspection import eos_ids_of
 from specdec.models.live_weights import read_live
 from specdec.models.self_check import check_finite, differs, own_logits, tokens_for
 from specdec.models.warming import warm_up
-from specdec.runners.attention import check_backend, check_runs
+from specdec.runners import ATTENTIONS
+from specdec.runners.attention import check_runs
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import PackedWeight
 from specdec.runners.recording import Recording
@@ -90,7 +91,8 @@ class DescribedTarget(NotCopied, Target):
         path: str = "",
     ) -> None:
         Threads.check()
-        self.backend, self.dtype, self.eos_ids, self.path = check_backend(attention), dtype, eos_ids, path
+        self.backend = check_choice("attention", attention, ATTENTIONS)
+        self.dtype, self.eos_ids, self.path = dtype, eos_ids, path
         self.config, self.generation_config = config, generation_config
         self.device = self.head_device = device
         self.layer_weights, self.sublayer_weights = checkpoint.layer_weights, checkpoint.sublayer_weights

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from specdec.errors import CheckpointError, SpecdecError, shown
-from specdec.models.catalog import named_models
+from specdec.models.names import NAMES
 from specdec.settings.files import read_object
 
-__all__ = ["NAMES", "refuse_adapter", "refuse_integers", "remedy_for"]
+__all__ = ["refuse_adapter", "refuse_integers", "remedy_for"]
 
-NAMES = " or ".join(map(repr, named_models()))
 _INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL")
 
 
-def refuse_adapter(place: str | Path) -> None:
+def refuse_adapter(place: Path) -> None:
     """Raises CheckpointError where peft's adapter_config.json is in a checkpoint: whether transformers applies it, and
     whether it loads the base model that stands in it, depends on what is installed and on the other files.
     """
@@ -34,18 +32,13 @@ def refuse_adapter(place: str | Path) -> None:
         )
 
 
-def refuse_integers(place: str | Path, model: Any = None) -> None:
+def refuse_integers(place: Path, model: Any = None) -> None:
     """Raises CheckpointError where a checkpoint whose config says nothing of quantisation has integers for weights.
 
     Transformers takes them for numbers, as they are. ``model``: as it loaded it, if it did.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         return
-    if not isinstance(place, Path):
-        cached = try_to_load_from_cache(place, "config.json")
-        if not isinstance(cached, str):
-            return
-        place = Path(cached).parent
     parameters = () if model is None else model.named_parameters()
     floats = {name for name, weight in parameters if weight.is_floating_point()}
     for file in sorted(place.glob("*.safetensors")):
@@ -65,7 +58,7 @@ def _types(file: Path) -> Iterator[tuple[str, str]]:
     return ((name, told["dtype"]) for name, told in header.items() if name != "__metadata__")
 
 
-def remedy_for(place: str | Path, error: Exception) -> str:
+def remedy_for(place: Path, error: Exception) -> str:
     """What to do where transformers could not load a checkpoint."""
     text = str(error)
     if (method := _quant_method(place)) is not None:
@@ -88,7 +81,7 @@ def remedy_for(place: str | Path, error: Exception) -> str:
     )
 
 
-def _quant_method(place: str | Path) -> str | None:
+def _quant_method(place: Path) -> str | None:
     """The method in a folder's config, or None."""
     try:
         told = read_object(Path(place, "config.json")).get("quantization_config")

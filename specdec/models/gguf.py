@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.errors import CheckpointError, ConfigError, first_line, pip_line
+from specdec.errors import ConfigError, pip_line
 from specdec.models.gguf_config import config_of
-from specdec.models.gguf_kinds import refuse_head, refuse_kind
+from specdec.models.gguf_kinds import refuse_kind
 from specdec.models.gguf_table import TensorTable
 from specdec.models.gguf_tensors import check_blocks
 from specdec.models.gguf_tokenizer import ends_of, read_tokenizer
@@ -50,7 +50,7 @@ def require_gguf() -> None:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A complete GGUF file: its settings and its table of tensors."""
+    """A complete model in GGUF: its settings and its tensors; ``path`` is its file, or the first of its parts."""
 
     path: Path
     table: TensorTable
@@ -84,37 +84,28 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read the file's settings and table, but no weights.
+        """Read the settings and table of a file, and of all parts where it is one of several, but no weights.
 
         Raises:
             ConfigError: the package that reads the weights is missing.
-            CheckpointError: the file is not GGUF, or is broken or incomplete.
+            CheckpointError: a file is not GGUF, or is broken or incomplete; or a part is missing.
         """
         require_gguf()
-        refuse_head(path)
-        remedy = "it is broken or was not fetched whole; get it again"
-        try:
-            table = TensorTable(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
-        except Exception as error:  # a broken file's lengths can make the reader raise anything
-            why = first_line(error).rstrip(".")
-            raise CheckpointError(f"cannot read {str(path)!r} as GGUF: {why}; {remedy}") from error
-        if (size := path.stat().st_size) < table.end:
-            raise CheckpointError(f"{str(path)!r} ends after {size} of {table.end} bytes; {remedy}")
+        table = TensorTable(path)
         refuse_kind(str(path), table.metadata)
-        return cls(path, table)
+        return cls(table.paths[0], table)
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
-        """Path of a file that transformers reads: this one, or a temporary copy. The copy has tensors in float32 whose
-        type transformers does not dequantise, such as Q5_0, which 4-bit files use for rows that 256 does not divide.
+        """Path of a file that transformers reads: this one, or a temporary copy. The copy joins parts, and has tensors
+        in float32 whose type transformers does not dequantise, such as Q5_0, which 4-bit files use for rows that 256
+        does not divide.
 
         Raises:
             CheckpointError: the package gguf cannot dequantise a block either.
             OSError: there is not enough space for the copy.
         """
-        if not self.table.strange:
+        if not self.table.strange and len(self.table.paths) == 1:
             yield self.path
             return
         with TemporaryDirectory(prefix="specdec-") as folder:

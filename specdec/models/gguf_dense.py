@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 from specdec.errors import CheckpointError
+from specdec.models.gguf_joined import joined_from, own_names
 from specdec.models.gguf_rope import factors_read
 from specdec.models.gguf_source import PROCESSORS
 from specdec.models.gguf_table import TensorEntry, TensorTable
@@ -27,7 +28,6 @@ from specdec.models.gguf_tensors import check_known, check_read
 __all__ = ["check_tensors", "dequantised_model"]
 
 _OPTIONAL = re.compile(r".*\.(self_attn|mlp)\.\w+\.bias")  # zeros where the file lacks one, as in llama.cpp
-_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 
 def dequantised_model(table: TensorTable, config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -58,7 +58,7 @@ class _Filling:
         with init_empty_weights(include_buffers=False):
             self.model: PreTrainedModel = classes.from_config(config, dtype=dtype)
         self._names = {id(module): name for name, module in self.model.named_modules()}
-        family = str(table.metadata["general.architecture"])
+        self._family = family = str(table.metadata["general.architecture"])
         sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
         processor: Any = PROCESSORS.get(family, TensorProcessor)
         self._process = processor(config=sizes).process
@@ -67,6 +67,7 @@ class _Filling:
         )
         self._factors = factors_read(family)
         names = get_gguf_hf_weights_map(shell, processor(config=sizes), family)
+        names |= own_names([*self.model.state_dict()])
         self._entries = {names.get(entry.name, entry.name): entry for entry in table.entries}
         self._check()
 
@@ -97,27 +98,21 @@ class _Filling:
         shapes = {name: weight.shape for name, weight in self.model.named_parameters(remove_duplicate=False)}
         if self._config.tie_word_embeddings:
             shapes.pop(tied, None)
-        needed = [name for name in shapes if not _EXPERTS.fullmatch(name) and not self._is_absent(name)]
+        split = {name: shape for name, shape in shapes.items() if joined_from(name, self._family) is not None}
+        needed = [name for name in shapes if name not in split and not self._is_absent(name)]
         have = {self._entries[name].name for name in needed if name in self._entries} | {*self._factors}
-        split = {name: shape for name, shape in shapes.items() if _EXPERTS.fullmatch(name)}
-        have |= {part for name in split for part in self._expert_names(name)}
+        have |= {part for name in split for part in joined_from(name, self._family).parts}  # type: ignore[union-attr]
         check_known(self._table, have)
         for name in needed:
             self._entry(name, shapes[name])
         for name, shape in split.items():
-            self._expert_entries(name, shape)
+            self._joined_entries(name, shape)
         check_read(self._table, have)
 
-    def _expert_entries(self, name: str, shape: Sequence[int]) -> list[TensorEntry]:
-        """The tensors of a file that make experts' weights [E, outputs, inputs]: of gate and of up, or of down."""
-        count, outputs, inputs = shape
-        names = self._expert_names(name)
-        return [self._entry(one, (count, outputs // len(names), inputs)) for one in names]
-
-    @staticmethod
-    def _expert_names(name: str) -> list[str]:
-        layer, kind = _EXPERTS.fullmatch(name).groups()  # type: ignore[union-attr]
-        return [f"blk.{layer}.ffn_{part}_exps.weight" for part in kind.split("_")]
+    def _joined_entries(self, name: str, shape: Sequence[int]) -> list[TensorEntry]:
+        """The tensors of a file that make a weight: of gate and of up, or of down."""
+        joined: Any = joined_from(name, self._family)
+        return [self._entry(part, joined.shape_of_part(shape)) for part in joined.parts]
 
     def _is_absent(self, name: str) -> bool:
         return name not in self._entries and _OPTIONAL.fullmatch(name) is not None
@@ -126,9 +121,9 @@ class _Filling:
         """The weight as a dense tensor."""
         if self._is_absent(name):
             return torch.zeros(*shape, dtype=self._dtype)
-        if _EXPERTS.fullmatch(name):
-            parts = [self._table.dequantised(entry) for entry in self._expert_entries(name, shape)]
-            return torch.tensor(np.concatenate(parts, axis=1)).to(self._dtype)
+        if (joined := joined_from(name, self._family)) is not None:
+            parts = [self._table.dequantised(entry) for entry in self._joined_entries(name, shape)]
+            return torch.tensor(joined.join(parts)).to(self._dtype)
         entry = self._entry(name, shape)
         values = self._processed(self._table.dequantised(entry), entry.name)
         return torch.tensor(values).to(self._dtype)

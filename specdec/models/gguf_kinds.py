@@ -49,9 +49,3 @@ def refuse_kind(where: str, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{where!r} {why}")
     if kind != "model":
         raise CheckpointError(f"{where!r} says general.type {shown(kind)} and not model; give a model's file")
-    count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
-    if count > 1:
-        raise CheckpointError(
-            f"{where!r} is part {number + 1} of a model that is split into {count} files, which are not joined here; "
-            "make one of them with llama.cpp: llama-gguf-split --merge FIRST-PART OUT.gguf"
-        )

@@ -10,12 +10,15 @@ from specdec.models.gguf_settings import GgufSettings
 __all__ = ["factors_read", "read_rope", "rope_base"]
 
 _FREQUENCIES = "rope_freqs.weight"
-_DIVIDED = ("llama", "granite", "exaone4", "mistral3")  # llama.cpp looks for a divisor of each frequency in their files
+_SHORT, _FAR = "rope_factors_short.weight", "rope_factors_long.weight"
+_LONG = ("phi3",)  # has one divisor of each frequency up to the original context, and another one beyond it
+_DIVIDED = ("llama", "granite", "granitemoe", "exaone4", "mistral3")  # has one divisor of each frequency
+_OWN_YARN, _BETAS = ("mistral3",), (("beta_fast", 32.0), ("beta_slow", 1.0))  # those whose files say more of YaRN
 
 
 def factors_read(family: str) -> tuple[str, ...]:
     """The tensors of a file that are settings of rotary positions, and read as such."""
-    return (_FREQUENCIES,) if family in _DIVIDED else ()
+    return (_FREQUENCIES,) if family in _DIVIDED else (_SHORT, _FAR) if family in _LONG else ()
 
 
 def rope_base(said: GgufSettings) -> float:
@@ -43,41 +46,60 @@ def read_rope(said: GgufSettings, dim: int, *, partial: bool = False) -> dict[st
 
 
 def _scaling(said: GgufSettings, turned: int) -> dict[str, Any]:
-    kind = said.get("rope.scaling.type", "linear")
+    kind, long = said.get("rope.scaling.type", "linear"), said.family in _LONG
     factor = float(said.number("rope.scaling.factor", said.number("rope.scale_linear", 0)) or 1.0)
     trained = said.number("rope.scaling.original_context_length", 0) or said.number("context_length")
     attention = float(said.number("rope.scaling.attn_factor", 1.0))
-    divisors = said.tensor(_FREQUENCIES) if _FREQUENCIES in factors_read(said.family) else None
-    if kind not in ("none", "linear", "yarn"):
+    own = {name: _divisors(said, name, turned) for name in factors_read(said.family)}
+    if kind not in ("none", "linear", "yarn", *(("longrope",) if long else ())):
         raise said.refused(
             f"scales its rotary frequencies (rope.scaling.type {kind!r}), which is not read from GGUF here: the model "
             "would be another one"
         )
     if kind == "none":
         factor = 1.0
-    yarn = kind == "yarn" and factor != 1
+    yarn, divided = kind == "yarn" and factor != 1, any(own.values())
     if yarn:
-        if divisors is not None:
-            raise said.refused(f"scales its rotary frequencies twice, by {_FREQUENCIES} and YaRN", "get it again")
-        attention *= 1.0 + 0.1 * math.log(factor)
+        if divided:
+            raise said.refused(f"scales its rotary frequencies twice, by {', '.join(own)} and YaRN", "get it again")
+        attention *= _magnified(factor, 1.0)
     if attention <= 0 or (factor != 1 and rope_base(said) <= 1):
         raise said.refused(
             f"scales cosines and sines by {attention}, with a base of {rope_base(said)}: it has no positions",
             "get it again",
         )
     if yarn:
-        own = {"factor": factor, "original_max_position_embeddings": trained, "attention_factor": attention}
-        return {"rope_type": "yarn", **own}
-    if divisors is None and attention == 1:
+        return {"rope_type": "yarn", **_yarn(said, factor, trained, attention)}
+    if not divided and attention == 1 and (factor == 1 or not long):
         return {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
-    if divisors is not None and len(divisors) != turned // 2:
-        raise said.refused(f"has {len(divisors)} numbers in {_FREQUENCIES}, not {turned // 2}", "get it again")
-    each = [factor * one for one in divisors or [1.0] * (turned // 2)]
+    ones = [1.0] * (turned // 2)
+    short, far = (own.get(name) or own.get(_FREQUENCIES) or ones for name in (_SHORT, _FAR))
     return {  # the one kind of transformers' that divides each frequency by a number of its own
         "rope_type": "longrope",
         "factor": 1.0,
         "attention_factor": attention,
-        "short_factor": each,
-        "long_factor": each,
-        "original_max_position_embeddings": said.number("context_length"),
+        "short_factor": [factor * one for one in short],
+        "long_factor": [factor * one for one in far],
+        "original_max_position_embeddings": trained if long and divided else said.number("context_length"),
     }
+
+
+def _divisors(said: GgufSettings, name: str, turned: int) -> list[float] | None:
+    """The numbers that divide the frequencies one by one; None where the file has none of this name."""
+    found = said.tensor(name)
+    if found is not None and len(found) != turned // 2:
+        raise said.refused(f"has {len(found)} numbers in {name}, not {turned // 2}", "get it again")
+    return found
+
+
+def _yarn(said: GgufSettings, factor: float, trained: int, attention: float) -> dict[str, Any]:
+    own = {"factor": factor, "original_max_position_embeddings": trained}
+    if said.family in _OWN_YARN:
+        own |= {name: float(said.number(f"rope.scaling.yarn_{name}", default)) for name, default in _BETAS}
+        attention /= _magnified(factor, float(said.number("rope.scaling.yarn_log_multiplier", 0)))
+    return {**own, "attention_factor": attention}
+
+
+def _magnified(factor: float, by: float) -> float:
+    """By how much YaRN scales cosines and sines."""
+    return 1.0 + 0.1 * by * math.log(factor) if factor > 1 else 1.0

@@ -26,7 +26,7 @@ __all__ = ["GGUF_NAMES", "PROCESSORS", "GgufSource"]
 PROCESSORS = {
     **TENSOR_PROCESSORS,
     "gemma": Gemma2TensorProcessor,
-    **dict.fromkeys(("granite", "smollm3"), LlamaTensorProcessor),
+    **dict.fromkeys(("granite", "granitemoe", "smollm3", "mistral3"), LlamaTensorProcessor),
 }
 """Architecture -> what undoes llama.cpp's changes to its tensors."""
 

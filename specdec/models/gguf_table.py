@@ -1,4 +1,4 @@
-"""The table of tensors in a GGUF file, checked against the file before a tensor is read."""
+"""The table of tensors in a GGUF file, or in the parts of one, checked against the files before a tensor is read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 from transformers.integrations.gguf.dequant import GGML_NAME
 
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, first_line
+from specdec.models.gguf_kinds import refuse_head
+from specdec.models.gguf_parts import check_part, check_tensor_count, parts_of
 from specdec.native.formats import formats
 
 __all__ = ["TensorEntry", "TensorTable", "read_settings"]
 
 _PLAIN = {0: 4, 1: 2, 30: 2}  # ggml's numbers of float32, float16 and bfloat16 -> bytes of a value
+_TENSOR_COUNT = 8  # where a file has the number of its tensors
 _RETIRED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
 _RETIRED |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 
@@ -29,7 +32,8 @@ class TensorEntry:
     Attributes:
         shape: shape in torch's order.
         type: ggml's number of the type.
-        offset, size: offset from the first tensor, and size, in bytes.
+        offset, size: offset from the file's first tensor, and size, in bytes.
+        part: number of the file that holds it, from 0.
     """
 
     name: str
@@ -37,6 +41,7 @@ class TensorEntry:
     type: int
     offset: int
     size: int
+    part: int = 0
 
 
 def read_settings(path: Path, lists: Sequence[str] = ()) -> tuple[np.ndarray, Mapping[str, Any], int, int]:
@@ -69,22 +74,21 @@ def _size_of(kind: int) -> tuple[int, int]:
     return found
 
 
-class TensorTable:
-    """The tensors of a file.
+class _File:
+    """One GGUF file: its bytes, its settings and the tensors that it holds.
 
     Attributes:
+        start, data: where the table of tensors and the first tensor begin.
         end: size in bytes that the file must have at least.
-        strange: types that transformers does not dequantise.
 
     Raises:
         ValueError: an entry is not valid; the message names it.
         CheckpointError: a tensor's type is retired.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part: int) -> None:
         from transformers.integrations.gguf.reader import _read_tensor_table
 
-        self.where = repr(str(path))
         self.blob, self.metadata, count, self.start = read_settings(path)
         view: Any = self.blob.data
         listed, end = _read_tensor_table(view, count, self.start)
@@ -99,10 +103,29 @@ class TensorTable:
                 raise ValueError(f"tensor {name!r} is {list(shape)}, in blocks of {values}")
             if offset % self._alignment:
                 raise ValueError(f"tensor {name!r} begins at byte {offset}, and alignment is {self._alignment}")
-            self.entries.append(TensorEntry(name, shape, kind, offset, math.prod(shape) // values * size))
+            self.entries.append(TensorEntry(name, shape, kind, offset, math.prod(shape) // values * size, part))
         self._check_places()
         self.end = self.data + max((entry.offset + entry.size for entry in self.entries), default=0)
-        self.strange = {entry.type for entry in self.entries} - {*GGML_NAME, *_PLAIN}
+
+    @classmethod
+    def read(cls, path: Path, part: int = 0) -> _File:
+        """The file.
+
+        Raises:
+            CheckpointError: it is not GGUF, or is broken or incomplete.
+        """
+        refuse_head(path)
+        remedy = "it is broken or was not fetched whole; get it again"
+        try:
+            file = cls(path, part)
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
+        except Exception as error:  # a broken file's lengths can make the reader raise anything
+            why = first_line(error).rstrip(".")
+            raise CheckpointError(f"cannot read {str(path)!r} as GGUF: {why}; {remedy}") from error
+        if (size := path.stat().st_size) < file.end:
+            raise CheckpointError(f"{str(path)!r} ends after {size} of {file.end} bytes; {remedy}")
+        return file
 
     def _check_places(self) -> None:
         """Raises ValueError where two tensors have one name or share bytes."""
@@ -119,10 +142,46 @@ class TensorTable:
         """Bytes from ``size`` to the next aligned offset."""
         return -size % self._alignment
 
+
+class TensorTable:
+    """The tensors of a file; where it is one part of a split model, those of all parts, none of which is copied.
+
+    Attributes:
+        paths: the files, of which the first has the settings.
+        strange: types that transformers does not dequantise.
+
+    Raises:
+        CheckpointError: a file is not GGUF, or is broken or incomplete; or parts are missing or of other models.
+    """
+
+    def __init__(self, path: Path) -> None:
+        given = _File.read(path)
+        self.paths = parts_of(path, given.metadata)
+        self.files = [given] if len(self.paths) == 1 else [_File.read(one, at) for at, one in enumerate(self.paths)]
+        self.where, self.metadata = repr(str(self.paths[0])), self.files[0].metadata
+        self.entries = [entry for file in self.files for entry in file.entries]
+        if len(self.paths) > 1:
+            self._check_parts()
+        self.strange = {entry.type for entry in self.entries} - {*GGML_NAME, *_PLAIN}
+
+    def _check_parts(self) -> None:
+        """Raises CheckpointError where the files are not the parts of one model."""
+        for at, (path, file) in enumerate(zip(self.paths, self.files, strict=True)):
+            check_part(path, at, len(self.files), file.metadata, self.metadata)
+        places: dict[str, int] = {}
+        for entry in self.entries:
+            if (other := places.setdefault(entry.name, entry.part)) != entry.part:
+                raise CheckpointError(
+                    f"{str(self.paths[other])!r} and {str(self.paths[entry.part])!r} both hold the tensor "
+                    f"{entry.name!r}: they are not parts of one model; get all parts again, from one place"
+                )
+        check_tensor_count(self.paths, self.metadata, len(self.entries))
+
     def bytes_of(self, entry: TensorEntry) -> np.ndarray:
         """The bytes of a tensor, memory-mapped."""
-        begin = self.data + entry.offset
-        return self.blob[begin : begin + entry.size]
+        file = self.files[entry.part]
+        begin = file.data + entry.offset
+        return file.blob[begin : begin + entry.size]
 
     def rows(self, entry: TensorEntry) -> np.ndarray:
         """[rows, bytes of a row] the bytes of a tensor, memory-mapped."""
@@ -147,23 +206,25 @@ class TensorTable:
         return found.astype(np.float32, copy=False).reshape(entry.shape)
 
     def widen(self, copy: Path) -> None:
-        """Write a copy of the file in which tensors that transformers does not dequantise are float32.
+        """Write a copy of the model in one file, in which tensors that transformers does not dequantise are float32.
 
         Raises:
             CheckpointError: the package gguf cannot dequantise a block either.
         """
-        table, offset = bytearray(), 0
+        table, offset, first = bytearray(), 0, self.files[0]
         for entry in self.entries:
             strange, name = entry.type in self.strange, entry.name.encode()
             shape, kind = entry.shape, 0 if strange else entry.type
             table += struct.pack("<Q", len(name)) + name
             table += struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
             offset += 4 * math.prod(shape) if strange else entry.size
-            offset += self.missing(offset)
+            offset += first.missing(offset)
+        head = bytearray(first.blob[: first.start].data)
+        struct.pack_into("<Q", head, _TENSOR_COUNT, len(self.entries))
         with copy.open("wb") as file:
-            file.write(self.blob[: self.start].data)
+            file.write(head)
             file.write(table)
             for entry in self.entries:
-                file.write(bytes(self.missing(file.tell())))
+                file.write(bytes(first.missing(file.tell())))
                 values = self.dequantised(entry) if entry.type in self.strange else self.bytes_of(entry)
                 file.write(values.data)

@@ -33,8 +33,8 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's character for a space
 _UNKNOWN = 2
 _WHOLE = _UNKNOWN, CONTROL, USER_DEFINED  # types of tokens that are matched whole in a text
 _REMEDY = (
-    "give the model's own tokenizer, Engine.from_pretrained(file, tokenizer=AutoTokenizer.from_pretrained(folder)), or "
-    "load the model's folder of safetensors"
+    "give the model's own tokenizer, --tokenizer FOLDER or Engine.from_pretrained(file, tokenizer=FOLDER), or load the "
+    "model's folder of safetensors"
 )
 _KINDS = ("llama", "gpt2", "gemma4")
 

@@ -33,33 +33,23 @@ def load_live(
     trust_remote_code: bool = False,
     split: bool = False,
     activations: str = "default",
+    revision: str | None = None,
+    subfolder: str | None = None,
+    max_model_len: int | None = None,
 ) -> tuple[PreTrainedModel, str | None]:
     """A checkpoint's model, and how its weights are held if the file has them quantised.
 
     ``split``: over the processes of torch.distributed, each weight by the model's own plan. Errors as of
     :func:`specdec.models.loading.load_weights`.
     """
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    options |= {"revision": revision, "subfolder": subfolder, "max_model_len": max_model_len}
     if device_map is None and not split:
-        found = DescribedCheckpoint.opened(
-            path,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            in_blocks=False,
-            int8=activations == "int8",
-        )
+        found = DescribedCheckpoint.opened(path, in_blocks=False, int8=activations == "int8", **options)
         if isinstance(found, DescribedCheckpoint) and found.quantised is not None:
             model: Any = _filled(found)
             return model if device is None else model.to(device), f"dequantised: {found.why_dense}"
-    return load_weights(
-        path,
-        dtype=dtype,
-        device=device,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-        split=split,
-        activations=activations,
-    )
+    return load_weights(path, device_map=device_map, split=split, activations=activations, **options)
 
 
 @torch_switches.reads_weights

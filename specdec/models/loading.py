@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stderr
@@ -21,25 +20,19 @@ from specdec.decoder.families import FAMILIES
 from specdec.decoder.weights.quantised import METHODS, method_of
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
 from specdec.models.catalog import named_models
-from specdec.models.folders import NAMES, refuse_adapter, refuse_integers, remedy_for
+from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
 from specdec.models.gguf import GgufFile, is_gguf
 from specdec.models.gguf_config import is_mixtral
 from specdec.models.gguf_dense import check_tensors, dequantised_model
 from specdec.models.git_lfs import refuse_pointers
 from specdec.models.inspection import refuse_unfit
+from specdec.models.long_context import take_long_factors
+from specdec.models.names import model_source
 from specdec.settings.files import read_object
 from specdec.settings.validation import fitting
 from specdec.step import torch_switches
 
-__all__ = [
-    "check_folder",
-    "check_place",
-    "check_sizes",
-    "embedded_model",
-    "load_weights",
-    "model_source",
-    "mtp_layers",
-]
+__all__ = ["check_folder", "check_place", "check_sizes", "embedded_model", "load_weights", "mtp_layers"]
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")  # that accelerate makes of a machine's devices
 _SIZE = Annotated[int, Ge(1), Lt(1 << 31), "an integer from 1 to 2147483647"]
@@ -49,50 +42,11 @@ _SIZES = (
     *("num_attention_heads", "n_head", "num_key_value_heads", "max_position_embeddings", "n_positions"),
 )
 _PACKED = 32  # weights per byte: many times more than any quantisation, or sharing of layers, makes of one
-_HUB_ID = re.compile(r"(?![.~])[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
 def embedded_model() -> Path:
     """Folder of the small model inside the package, known as ``"tiny"``."""
     return named_models()["tiny"].place
-
-
-def model_source(model: str | Path) -> str | Path:
-    """Where a model lies: a named one's folder, a folder or a GGUF file, or a hub id as it is.
-
-    Raises:
-        CheckpointError: none of these, or a named model that was not pulled.
-    """
-    if (named := named_models().get(str(model))) is not None:
-        return named.found()
-    path = os.path.expanduser(model)  # as the next ones, it takes any name, also one that no file can have
-    if os.path.isdir(path):
-        return _in_folder(Path(path))
-    if os.path.isfile(path) and is_gguf(path):
-        return Path(path)
-    if os.path.exists(path) or not isinstance(model, str) or is_gguf(path) or not _HUB_ID.fullmatch(model):
-        wrong = (
-            "that is a file" if os.path.exists(path) else f"there is no such {'file' if is_gguf(path) else 'folder'}"
-        )
-        raise CheckpointError(
-            f"cannot load a model from {shown(str(model), 400)}: {wrong}; give {NAMES}, a folder with config.json and "
-            "*.safetensors, a GGUF file, or a hub id"
-        )
-    return model
-
-
-def _in_folder(folder: Path) -> Path:
-    """The folder, or the one GGUF file of a folder without a config.
-
-    Raises:
-        CheckpointError: there are several.
-    """
-    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
-    if len(files) > 1:
-        raise CheckpointError(
-            f"{str(folder)!r} holds {len(files)} GGUF files, {', '.join(file.name for file in files)}; give one of them"
-        )
-    return files[0] if files else folder
 
 
 def check_place(device: Any, device_map: Any) -> None:
@@ -120,24 +74,28 @@ def load_weights(
     trust_remote_code: bool,
     split: bool = False,
     activations: str = "default",
+    revision: str | None = None,
+    subfolder: str | None = None,
+    max_model_len: int | None = None,
 ) -> tuple[PreTrainedModel, str | None]:
     """A checkpoint's model as transformers loads it: a named one's, a folder's, a hub id's (safetensors only), or a
     GGUF file's; and of the latter, how its weights are held.
 
     ``split``: over the processes of torch.distributed, each weight by the model's own plan. ``activations``: ``int8``
     rounds the rows that quantised blocks are multiplied with, of which there are none here.
+    ``revision``, ``subfolder``: as of :func:`model_source`. ``max_model_len``: of :func:`take_long_factors`.
 
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
         TargetError: a model that specdec cannot drive.
         ConfigError: a GGUF file, and no package to read it with; or no blocks, whose rows could be rounded.
     """
-    place = model_source(path)
-    gguf = GgufFile.read(Path(place)) if is_gguf(place) else None
+    place = model_source(path, revision=revision, subfolder=subfolder, code=trust_remote_code)
+    gguf = GgufFile.read(place) if is_gguf(place) else None
     reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if gguf is not None:
         dtype = gguf.dtype if dtype == "auto" else dtype
-    elif isinstance(place, Path):
+    else:
         check_folder(place)
     int8, spread = activations == "int8", device_map is not None or split
     if gguf is not None:
@@ -146,7 +104,7 @@ def load_weights(
         if int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
         if not spread:
-            filled = _filled(gguf, dtype, str(path))
+            filled = _filled(gguf, dtype, str(path), max_model_len)
             return (filled if device is None else filled.to(device)), f"dequantised: {why}"  # type: ignore[arg-type]
         if is_mixtral(gguf.metadata) or family not in GGUF_SUPPORTED_ARCHITECTURES:
             kind = "a Llama with experts" if family == "llama" else f"of the architecture {family!r}"
@@ -166,6 +124,7 @@ def load_weights(
             config = AutoConfig.from_pretrained(place, **reading) if gguf is None else gguf.config()
             refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
             check_sizes(config.to_dict(), str(path))
+            take_long_factors(config, max_model_len)
             if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
                 config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
             if gguf is None:
@@ -244,7 +203,7 @@ def mtp_layers(config: Any) -> range:
     return range(own, own + (layers if type(layers) is int else 0))
 
 
-def _check_quantised(place: str | Path, config: Any, *, spread: bool) -> None:
+def _check_quantised(place: Path, config: Any, *, spread: bool) -> None:
     """Raises CheckpointError where weights are quantised by a method whose packages, which transformers needs, are not
     installed.
     """
@@ -262,12 +221,13 @@ def _check_quantised(place: str | Path, config: Any, *, spread: bool) -> None:
     )
 
 
-def _filled(gguf: GgufFile, dtype: str | torch.dtype, path: str) -> PreTrainedModel:
+def _filled(gguf: GgufFile, dtype: str | torch.dtype, path: str, max_model_len: int | None) -> PreTrainedModel:
     """A GGUF file's model, whose quantised blocks are dequantised."""
     try:
         config = gguf.config()
         refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
         check_sizes(config.to_dict(), path)
+        take_long_factors(config, max_model_len)
         config._experts_implementation = "eager"  # which takes every dtype
         model = dequantised_model(gguf.table, config, _dtype_of(dtype))
     except SpecdecError:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from specdec.errors import CheckpointError, shown, told
 from specdec.models.gguf import GgufFile, is_gguf
 from specdec.models.git_lfs import refuse_pointers
-from specdec.models.loading import model_source
+from specdec.models.names import model_source
 
 __all__ = ["load_tokenizer"]
 
@@ -26,11 +26,10 @@ def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_
     Raises:
         CheckpointError: there is none, or a broken one.
     """
-    place = model_source(model)
+    place = model_source(model, weights=False, code=trust_remote_code, local_files_only=local_files_only)
     if is_gguf(place):
-        return GgufFile.read(Path(place)).tokenizer()
-    if isinstance(place, Path):
-        refuse_pointers(place)
+        return GgufFile.read(place).tokenizer()
+    refuse_pointers(place)
     try:
         found = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code, local_files_only=local_files_only
@@ -43,7 +42,7 @@ def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False, local_
         raise CheckpointError(f"no tokenizer at {shown(str(model), 400)}: {_cause(place, error)}") from error
 
 
-def _cause(place: str | Path, error: Exception) -> str:
+def _cause(place: Path, error: Exception) -> str:
     """Why there is no tokenizer, and the remedy."""
     pieces = Path(place, "tokenizer.model")
     if pieces.is_file() and not Path(place, "tokenizer.json").exists() and pieces.read_bytes()[:1] == _SENTENCEPIECE:
@@ -53,7 +52,10 @@ def _cause(place: str | Path, error: Exception) -> str:
                 f"its tokenizer.model is SentencePiece's, and what reads it is not installed: pip install "
                 f"{' '.join(lacking)}, or save a tokenizer.json beside it"
             )
-    return f"{told(error)}; save one beside the weights, or mend its tokenizer.json and tokenizer_config.json"
+    return (
+        f"{told(error)}; save one beside the weights, mend its tokenizer.json and tokenizer_config.json, or name "
+        "another model's (--tokenizer)"
+    )
 
 
 def _installed(module: str) -> bool:

@@ -40,6 +40,7 @@ from specdec.models.inspection import (
 )
 from specdec.models.live_model import load_live
 from specdec.models.loading import check_place
+from specdec.models.long_context import bound_context
 from specdec.models.masks import register_masks, whole_masks
 from specdec.models.outline import Outline
 from specdec.models.self_check import (
@@ -47,8 +48,7 @@ from specdec.models.self_check import (
     own_logits,
     tokens_for,
 )
-from specdec.runners import ACTIVATIONS, EXECUTIONS
-from specdec.runners.attention import check_backend
+from specdec.runners import ACTIVATIONS, ATTENTIONS, EXECUTIONS
 from specdec.runners.boundary_ops import Joint, Joints, read_joints
 from specdec.runners.known_layers import why_special
 from specdec.runners.linear import (
@@ -210,6 +210,9 @@ class TransformersTarget(NotCopied, Target):
         attention: str = "auto",
         activations: str = "default",
         trust_remote_code: bool = False,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        max_model_len: int | None = None,
     ) -> Target:
         """Load a checkpoint: a named model, a folder or hub id (safetensors only), or a GGUF file.
 
@@ -217,6 +220,8 @@ class TransformersTarget(NotCopied, Target):
         transformers; else, and with ``execution="modules"`` or a ``device_map``, transformers loads it.
         ``activations="int8"`` rounds the rows that a GGUF file's quantised blocks are multiplied with to 8 bits, 32
         values at a time: faster, and another model than the default, which rounds less than bfloat16 does.
+        ``max_model_len`` is the most tokens of a text; for more than its original context a model takes the rotary
+        factors that it has for long texts, in all texts and from the first token.
 
         Raises:
             ConfigError: an unknown choice, a named executor that cannot run the model, or there are no quantised blocks
@@ -226,9 +231,10 @@ class TransformersTarget(NotCopied, Target):
         """
         check_choice("execution", execution, EXECUTIONS)
         check_choice("activations", activations, ACTIVATIONS)
-        check_backend(attention)
+        check_choice("attention", attention, ATTENTIONS)
         check_place(device, device_map)
         place: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        place |= {"revision": revision, "subfolder": subfolder, "max_model_len": max_model_len}
         int8 = activations == "int8"
         why = "it was asked for" if execution == "modules" else "it is spread over devices"
         if execution != "modules" and device_map is None:
@@ -236,7 +242,9 @@ class TransformersTarget(NotCopied, Target):
             found = DescribedCheckpoint.opened(path, in_blocks=in_blocks, int8=int8, **place)
             if isinstance(found, DescribedCheckpoint):
                 at = torch.device(device or "cpu")
-                return DescribedTarget.of(found, execution=execution, attention=attention, device=at, int8=int8)
+                own = DescribedTarget.of(found, execution=execution, attention=attention, device=at, int8=int8)
+                bound_context(own, max_model_len)
+                return own
             why = found
             if execution != "auto" or attention != "auto":
                 asked = f"attention={attention!r}" if execution == "auto" else f"execution={execution!r}"
@@ -247,6 +255,7 @@ class TransformersTarget(NotCopied, Target):
         model.requires_grad_(False)
         target = cls(model)
         target._weights, target._reason = weights, why
+        bound_context(target, max_model_len)
         return target
 
     def __copy__(self) -> TransformersTarget:

@@ -9,6 +9,7 @@ import torch
 
 from specdec.errors import ConfigError
 from specdec.models.live_model import load_live
+from specdec.models.long_context import bound_context
 from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.ranks import join, local_device
 from specdec.parallel.rows import ShardedTarget
@@ -25,6 +26,7 @@ def load_parallel(
     max_rows: int,
     device: str | torch.device | None,
     device_map: str | dict[str, Any] | None,
+    max_model_len: int | None = None,
     **options: Any,
 ) -> Target:
     """As ``TransformersTarget.from_pretrained``, called by every process; ``kind`` is ``rows`` or ``tensor``.
@@ -36,6 +38,7 @@ def load_parallel(
     if device_map is not None:
         raise ConfigError(f"device_map is {device_map!r} and parallel {kind!r}; give only one of them")
     join(device)
+    options["max_model_len"] = max_model_len
     if kind == "rows":
         own = TransformersTarget.from_pretrained(path, device=local_device(device), **options)
         return cast(Target, ShardedTarget(own, max_rows=max_rows))
@@ -43,6 +46,7 @@ def load_parallel(
     if execution not in ("auto", "modules") or attention != "auto":
         asked = f"execution={execution!r}" if attention == "auto" else f"attention={attention!r}"
         raise ConfigError(f"parallel='tensor' splits the weights of a model's own modules; leave {asked} at auto")
-    options.pop("progress", None)
     model, _ = load_live(path, device=None, device_map=None, split=True, **options)
-    return cast(Target, TensorTarget(TransformersTarget(model)))
+    target = TransformersTarget(model)
+    bound_context(target, max_model_len)
+    return cast(Target, TensorTarget(target))

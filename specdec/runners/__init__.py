@@ -4,10 +4,13 @@ Executors (:mod:`specdec.execute`) share the rest: rows and their masks, attenti
 and Triton's kernels. :mod:`known_layers` and :mod:`layers` run single layers of transformers' classes, as heads have.
 """
 
-__all__ = ["ACTIVATIONS", "EXECUTIONS"]
+__all__ = ["ACTIVATIONS", "ATTENTIONS", "EXECUTIONS"]
 
 EXECUTIONS = ("auto", "modules", "fused", "native")
 """What ``execution=`` may be."""
+
+ATTENTIONS = ("auto", "flash")
+"""What ``attention=`` may be."""
 
 ACTIVATIONS = ("default", "int8")
 """What ``activations=`` may be."""

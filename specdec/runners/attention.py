@@ -1,19 +1,15 @@
-"""Tree attention: the attention function of every decoder layer, with an exact and fast split, by named kernels.
+"""Tree attention: the attention function of every decoder layer, whole with a mask or in two exact and fast parts.
 
-``sdpa``
-    One call over all visible slots with an additive mask: the reference.
-``split``
-    Two parts: the keys that every row sees, without a mask, and the tail (a window's edge and the tree) with a small
-    one. Each part returns the log-sum-exp of its scores, by which the parts are merged. With l the log-sum-exp and o
-    the output, ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``, which is exact for any split. It uses torch's flash kernel
-    on CPUs and plain products elsewhere.
-``flash``
-    The same split on a CUDA device in half precision, with the prefix by the kernel of flash-attn 2.8 and up, which
-    splits its work over the keys. A chain or a chunk of the prompt is one causal call. Unsupported cases (full
-    precision, soft caps, odd widths) are computed as by ``split``.
-``auto``
-    On a CUDA device as ``flash``, with torch's own flash kernel. On a CPU ``split`` for prefill chunks and wide trees
-    over long contexts, else ``sdpa``, which is one kernel instead of two.
+Whole, it is one call over all visible slots with an additive mask. In parts, the keys that every row sees have no mask,
+and the tail (a window's edge and the tree) has a small one. Each part returns the log-sum-exp of its scores, by which
+the parts are merged. With l the log-sum-exp and o the output, ``o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)``, which is
+exact for any split.
+
+On a CPU prefill chunks and wide trees over long contexts are computed in parts, by torch's flash kernel; all else is
+whole, which is one kernel instead of two. On a CUDA device all is in parts: in half precision the prefix goes by a
+flash kernel, torch's own (``auto``) or that of flash-attn 2.8 and up (``flash``), and a chain or a chunk of the prompt
+is one causal call of it. Where that kernel does not compute (full precision, soft caps, odd widths), it is plain
+products.
 
 Torch is never left to choose among its CUDA kernels: on some devices it prefers cuDNN's, which plans for every length.
 Keys and values are never repeated for grouped-query attention: the kernels take fewer key heads than query heads, or
@@ -23,13 +19,11 @@ the group is folded into the query rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specdec.errors import ConfigError, TargetError
 from specdec.runners.attention_kernels import (
@@ -47,10 +41,8 @@ from specdec.step.cache import LayerSpec
 
 __all__ = [
     "ATTENTION",
-    "BACKENDS",
     "attend",
     "attend_all",
-    "check_backend",
     "check_runs",
     "describe_backend",
     "layer_attention",
@@ -59,22 +51,9 @@ __all__ = [
 
 ATTENTION = "specdec"
 """The name of ``layer_attention`` among transformers' attention functions."""
-BACKENDS = ("auto", "sdpa", "split", "flash")
-_TORCH_S = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # all but cuDNN's
 
 # On a CPU one masked call beats two plain ones until the mask is this large (measured: 16 rows, 3,000 keys).
-_SPLIT_FROM = 48_000
-
-
-def check_backend(name: str) -> str:
-    """The name, if it is a backend.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if name not in BACKENDS:
-        raise ConfigError(f"attention={name!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    return name
+SPLIT_FROM = 48_000
 
 
 def check_runs(name: str, specs: Sequence[LayerSpec]) -> None:
@@ -96,11 +75,9 @@ def describe_backend(name: str, specs: Sequence[LayerSpec], softcap: float | Non
     spec = specs[0]
     if spec.device.type != "cuda":
         return name
-    if name == "sdpa":
-        return "sdpa (torch's own choice but cuDNN)"
     flash = softcap is None and _flash_takes(spec.device, spec.dtype, spec.key_dim, spec.value_dim)
-    prefix = {"auto": "torch's flash kernel", "flash": "flash-attn"}.get(name) if flash else None
-    return f"{name} (text so far: {prefix or 'plain products'}, tree: plain products)"
+    prefix = {"auto": "torch's flash kernel", "flash": "flash-attn"}[name] if flash else "plain products"
+    return f"{name} (text so far: {prefix}, tree: plain products)"
 
 
 def layer_attention(
@@ -170,19 +147,16 @@ def _attend(
         output, total = plain_attention(query, keys, values, scale, mask, softcap)
         share = torch.sigmoid(total - sinks.to(total.dtype)[:, None])  # e^total / (e^total + e^sink)
         return (output * share.unsqueeze(-1)).to(query.dtype)
-    way = rows.backend
-    if way == "auto" and not query.is_cuda:
-        way = "split" if rows.rows > 1 and rows.rows * (rows.length + rows.rows) > _SPLIT_FROM else "sdpa"
-    if way != "sdpa":
-        return _split(way, query, rows, layer, scale, softcap)
+    large = rows.rows > 1 and rows.rows * (rows.length + rows.rows) > SPLIT_FROM
+    if large or query.is_cuda or rows.backend == "flash":
+        return _split(query, rows, layer, scale, softcap)
     keys, values, mask = rows.visible(layer, query.dtype)
     if softcap is not None:
         return plain_attention(query, keys, values, scale, mask, softcap)[0]
     if query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16):
         return _folded(query, keys, values, scale, mask)
     grouped = keys.shape[1] != query.shape[1]
-    with sdpa_kernel(_TORCH_S) if query.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 def attend_all(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -225,15 +199,12 @@ def _has_flash(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and built()
 
 
-def _split(
-    way: str, query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None
-) -> torch.Tensor:
+def _split(query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None) -> torch.Tensor:
     layout = rows.layout(rows.cache.group_of[layer], query.dtype)
     keys, values = rows.cache.keys[layer], rows.cache.values[layer]
     flash = None
-    if way != "split" and softcap is None:
-        shape = (query.device, query.dtype, query.shape[-1], values.shape[-1])
-        flash = FLASH[way] if _flash_takes(*shape) else None
+    if softcap is None and _flash_takes(query.device, query.dtype, query.shape[-1], values.shape[-1]):
+        flash = FLASH[rows.backend]
     if flash is not None and (whole := _one_range(layout)) is not None:
         first, last = whole
         return flash(query, keys[:, :, first:last], values[:, :, first:last], scale, causal=rows.rows > 1)[0]

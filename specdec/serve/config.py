@@ -65,9 +65,6 @@ class ServeConfig(EngineOptions):
         "Most rows of a step, drafts and chunks of prompts together (default: as many as take a quarter of a second).",
         panel=_PANEL,
     )
-    max_model_len: Annotated[int, Ge(2), "an integer >= 2"] | None = option(
-        None, "Most tokens of a prompt and its answer (default: the model's context).", panel=_PANEL
-    )
     cache_bytes: AtLeast1 | None = option(
         None,
         "Most bytes of keys and values, running texts and cached prefixes together (default: no bound).",

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["bytes_of_a_token", "least_tokens"]
+__all__ = ["TokenBytes", "bytes_of_a_token", "least_tokens"]
 
 # A normalizer of these makes no text shorter than a quarter: composed characters, or one byte for a letter of four.
 _KEEPING = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Lowercase", "ByteLevel")
 _SHRINKS = 4
+_SPLITTING = {"Sequence", "ByteLevel", "Split", "Digits", "Punctuation", "Metaspace"}  # these keep whitespace
 
 
-def bytes_of_a_token(tokenizer: Any) -> int | None:
-    """Most bytes of a text that one token stands for; None where no number is known to bound them.
+class TokenBytes(NamedTuple):
+    """What one token stands for.
+
+    Attributes:
+        most: bytes of a text, at most.
+        spaces: whether this holds of whitespace, too; else a token may take any amount of it.
+    """
+
+    most: int
+    spaces: bool
+
+
+def bytes_of_a_token(tokenizer: Any) -> TokenBytes | None:
+    """What one token stands for at most; None where no number is known to bound it.
 
     It is known of vocabularies that have all bytes: others have a token for whatever they do not know, of any length.
-    The text's whitespace is to be left out of the count, as tokens may swallow any amount of it.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -31,14 +43,16 @@ def bytes_of_a_token(tokenizer: Any) -> int | None:
     if not normalizers <= {"Sequence", *_KEEPING} or _removes(steps):
         return None
     longest = max(len(piece if byte_level else piece.encode()) for piece in vocabulary)
-    return longest * (_SHRINKS if normalizers - {"Sequence", "Prepend", "ByteLevel"} else 1)
+    strips = any(token["lstrip"] or token["rstrip"] for token in described["added_tokens"])
+    spaces = not strips and _kinds(described["pre_tokenizer"]) <= _SPLITTING
+    return TokenBytes(longest * (_SHRINKS if normalizers - {"Sequence", "Prepend", "ByteLevel"} else 1), spaces)
 
 
-def least_tokens(text: str, most_bytes: int | None) -> int:
-    """A number of tokens that a text has at least, by its characters beside whitespace."""
-    if most_bytes is None or len(text) <= most_bytes:
+def least_tokens(text: str, token: TokenBytes | None) -> int:
+    """A number of tokens that a text has at least, by its characters."""
+    if token is None or len(text) <= token.most:
         return 0
-    return (len(text) - sum(map(text.count, _SPACES))) // most_bytes
+    return (len(text) - (0 if token.spaces else sum(map(text.count, _SPACES)))) // token.most
 
 
 def _kinds(step: Any) -> set[str]:

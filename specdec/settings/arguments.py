@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 from annotated_types import Ge, Le, MinLen, Predicate
@@ -17,7 +18,7 @@ from annotated_types import Ge, Le, MinLen, Predicate
 from specdec.settings.sampling_params import SamplingParams
 from specdec.settings.validation import fitting, having
 
-__all__ = ["ARGUMENTS", "DTYPES", "MAX_ROWS", "checked", "checked_fields"]
+__all__ = ["ARGUMENTS", "DTYPES", "MAX_ROWS", "TOKENIZER_OR_PLACE", "checked", "checked_fields"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +49,10 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)
 
 
+def _is_tokenizer_or_place(value: Any) -> bool:
+    return hasattr(value, "decode") or (isinstance(value, str | Path) and value != "")
+
+
 def _is_processor(value: Any) -> bool:
     """Whether ``value`` is a function, or a grammar (:mod:`specdec.sampling.grammar`)."""
     return callable(value) or (hasattr(value, "start") and not isinstance(value, type))
@@ -72,6 +77,9 @@ ARGUMENTS: Mapping[str, Any] = {
     "progress": _Function,
     # Models
     "path": Annotated[_Text | os.PathLike[str], "'tiny', a folder, or a hub id"],
+    "revision": Annotated[_Text, "a branch, a tag or a commit, or None"],
+    "max_model_len": Annotated[int, Ge(2), "an integer >= 2, or None"],
+    "subfolder": Annotated[_Text, "a folder's name, or None"],
     "model": Annotated[Any, having("config", "get_input_embeddings"), "a causal language model of transformers"],
     "dtype": Annotated[Any, Predicate(_is_dtype), f"{', '.join(DTYPES)}, or such a torch.dtype"],
     "device": Annotated[Any, Predicate(_is_device), "a device, such as cpu or cuda:0"],
@@ -118,15 +126,22 @@ ARGUMENTS: Mapping[str, Any] = {
     "synced_gpus": _Flag,
 }
 """Name -> annotation of its values, other than its default."""
+TOKENIZER_OR_PLACE = Annotated[
+    Any, Predicate(_is_tokenizer_or_place), "a tokenizer of transformers, the name of a model that has one, or None"
+]
+"""A tokenizer, where one may be loaded."""
 
 
-def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose arguments are checked by ``ARGUMENTS``; ConfigError for the first that does not fit."""
+def checked(function: Callable[P, T], **other: Any) -> Callable[P, T]:
+    """A function whose arguments are checked by ``ARGUMENTS``; ConfigError for the first that does not fit.
+
+    ``other``: annotations of names that may be more in this function.
+    """
     parameters = inspect.signature(function).parameters
     names = list(parameters)
 
     def fit(name: str, value: Any) -> Any:
-        kind = ARGUMENTS.get(name)
+        kind = other.get(name, ARGUMENTS.get(name))
         if kind is None or name not in parameters or value is parameters[name].default:
             return value
         return fitting(name, value, kind)

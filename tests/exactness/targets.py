@@ -53,7 +53,7 @@ class Targets:
     def _make(self, executor: str, form: str, family: str, activations: str) -> TransformersTarget:
         if form == "float64":
             execution = "auto" if executor in ("fused", "split") else "modules"
-            return models.target_of(family, torch.float64, "split" if executor == "split" else "sdpa", execution)
+            return models.target_of(family, torch.float64, execution)
         if form in ("float32", "bfloat16"):
             model = models.new_model(family, getattr(torch, form), **SIZES)
             return target_for(model, execution="native")

@@ -222,6 +222,8 @@ def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch) -> tuple[int,
         pytest.skip("no C compiler")
     if case.recorded:
         launching.launch(patch)
+    if case.executor == "split":
+        patch.setattr("specdec.runners.attention.SPLIT_FROM", 0)
     if case.small:
         patch.setattr("specdec.step.slots._START", 8)
     run = Run(case, targets)

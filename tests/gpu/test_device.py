@@ -20,8 +20,7 @@ from specdec import Draft, Engine, SamplingParams, TransformersTarget
 from specdec.bench.shapes import random_model, random_prompt
 from specdec.drafting.registry import drafter_names, make_drafter
 from specdec.models.described_target import DescribedTarget
-from specdec.runners import cuts
-from specdec.runners.attention import BACKENDS as ALL_BACKENDS
+from specdec.runners import ATTENTIONS, cuts
 from specdec.runners.attention import attend
 from specdec.runners.graphs import CudaRecorder
 from specdec.sampling.noise import Noise, inverse_bits
@@ -44,22 +43,23 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda")
-BACKENDS = [name for name in ALL_BACKENDS if name != "flash" or importlib.util.find_spec("flash_attn") is not None]
+BACKENDS = [name for name in ATTENTIONS if name != "flash" or importlib.util.find_spec("flash_attn") is not None]
 FAMILIES = ("llama", "mistral", "gemma2")
 PROMPTS = (prompt_of(1), prompt_of(40))
 NEW = 50
 
 
 @cache
+@cache
 def model_of(family: str) -> Any:
     return new_model(family, torch.float32).to(DEVICE)
 
 
 @cache
-def target_of(family: str, attention: str = "auto", execution: str = "modules") -> Any:
+def target_of(family: str, execution: str = "modules") -> Any:
     """``auto``: a copy of its weights, by Triton's kernels where they compute the family, else by torch."""
     model = model_of(family)
-    return TransformersTarget(model) if execution == "modules" else fused(model, attention=attention)
+    return TransformersTarget(model) if execution == "modules" else fused(model)
 
 
 @cache
@@ -70,13 +70,13 @@ def greedy(family: str, prompt: tuple[int, ...]) -> list[int]:
 # -- Text --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("attention", "execution"), [("auto", "modules"), ("split", "auto"), ("auto", "auto")])
+@pytest.mark.parametrize("execution", ["modules", "auto"])
 @pytest.mark.parametrize("drafter", drafter_names())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafter_changes_no_token(family: str, drafter: str, attention: str, execution: str, tmp_path: Path) -> None:
+def test_drafter_changes_no_token(family: str, drafter: str, execution: str, tmp_path: Path) -> None:
     if execution == "modules" and drafter in OF_LAYERS:
         pytest.skip("a whole forward runs no layers alone")
-    target = target_of(family, attention, execution)
+    target = target_of(family, execution)
     assert target.device.type == target.head_device.type == DEVICE.type
     for settings in settings_of(drafter, target, tmp_path):
         for prompt in PROMPTS:

@@ -1,7 +1,8 @@
-"""The report and the commands: files, figures, a real browser where there is one, exit statuses and messages."""
+"""The report and the commands: a page, its files, a real browser where there is one, exit statuses and messages."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import html
 import io
@@ -19,13 +20,13 @@ from rich.console import Console
 
 from specdec import Engine
 from specdec.bench.audit import audit
-from specdec.bench.cli import SHOWN_OF_BATCHES
+from specdec.bench.cli import SHOWN_OF_BATCHES, terminal_table
 from specdec.bench.metrics import measure
 from specdec.bench.plan import Plan
 from specdec.bench.records import RunFolder
 from specdec.bench.report import write_report
 from specdec.bench.runner import Runner
-from specdec.bench.tables import markdown_table, system_table, terminal_table
+from specdec.bench.tables import system_table
 from specdec.cli import main as cli
 from specdec.settings.sampling_params import SamplingParams
 
@@ -61,30 +62,26 @@ def run(tiny_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> RunFol
 
 @pytest.mark.slow
 def test_files_of_a_report(run: RunFolder) -> None:
-    figures = {path.name for path in (run.path / "figures").iterdir()}
-    names = {"speedup", "cost"}
-    assert figures == {f"{name}.png" for name in names} | {"manifest.json"}
-    for name in names:
-        with Image.open(run.path / "figures" / f"{name}.png") as image:
-            assert min(image.size) > 100
-    kept = json.loads((run.path / "figures" / "manifest.json").read_text())
-    tables = kept.pop("tables")
-    assert kept == run.manifest()
-    report_md = (run.path / "report.md").read_text()
-    assert [line for table in tables.values() for line in markdown_table(table) if line not in report_md] == []
+    there = {path.name for path in run.path.iterdir()}
+    files = {"answers.jsonl", "audit.json", "manifest.json", "metrics.json", "report.html", "spec_bench"}
+    assert {name for name in there if "lock" not in name} == files
     metrics = json.loads((run.path / "metrics.json").read_text())
     assert set(metrics["systems"]) == {"none", "prompt_lookup", "lookahead", "transformers"}
     assert json.loads((run.path / "audit.json").read_text())["passed"]
     assert len(list((run.path / "spec_bench").rglob("*.jsonl"))) == 8
 
 
-def test_markdown_table_has_a_row_per_system_and_how_it_was_made(run: RunFolder) -> None:
-    text = (run.path / "report.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == ["none", "prompt_lookup", "lookahead", "transformers"]
-    assert all(row.count("|") == 10 for row in rows)
-    for part in ("torch 2", "transformers 5", "specdec bench <x>", "T=0", "12 new tokens"):
-        assert part in text
+def test_tables_have_a_row_per_system_and_the_page_says_how_it_was_made(run: RunFolder) -> None:
+    tables, page = run.manifest()["tables"], (run.path / "report.html").read_text()
+    assert list(tables) == ["systems", "time", "reach"]
+    for table in tables.values():
+        assert [row[0] for row in table[1:]] == ["`none`", "`prompt_lookup`", "`lookahead`", "`transformers`"]
+        assert {len(row) for row in table} == {len(table[0])}
+    shown = {html.unescape(cell) for cell in re.findall(r"<td[^>]*>([^<]*)</td>", page)}
+    cells = {cell.strip("`") for table in tables.values() for row in table[1:] for cell in row}
+    assert cells - shown <= {""}
+    for part in ("torch 2", "transformers 5", "T=0", "12 new tokens"):
+        assert part in page
 
 
 @pytest.mark.slow
@@ -104,14 +101,12 @@ def test_report_of_batches(tiny_engine: Engine, tmp_path: Path) -> None:
     labels = ["none", "none@2", "transformers", "transformers@2", "transformers_lookup"]
     alone = [label for label in labels if "@" not in label]
     reason = "transformers_lookup answers one prompt at a time"
-    tables = (folder.path / "report.md").read_text().split("\n\n")
-    one, several = ([line.split("`")[1] for line in table.splitlines()[2:]] for table in tables[:2])
+    tables = folder.manifest()["tables"]
+    one, several = ([row[0].strip("`") for row in tables[name][1:]] for name in ("systems", "batch"))
     assert (one, several) == (alone, labels)
-    assert all("identical" in line for line in tables[1].splitlines()[2:])
-    assert f"transformers_lookup@2: left out, as {reason}." in tables
-    assert page.count("<td>none@2</td>") == 2  # among the batches and in the audit
-    assert f"transformers_lookup@2: {reason}" in page
-    assert 'id="figure-batch"' in page
+    assert all("identical" in row[-1] for row in tables["batch"][1:])
+    assert f"<li>transformers_lookup@2: {reason}" in page
+    assert 'alt="Many at once"' in page
     assert not list((folder.path / "spec_bench").rglob("*2*"))
     out = Console(width=80, record=True, file=io.StringIO())
     texts = {label: verdict.brief for label, verdict in found.systems.items()}
@@ -126,7 +121,11 @@ def test_page_needs_nothing_else_and_escapes_the_text(run: RunFolder) -> None:
     assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)|url\(|@import|https?://(?!www\.w3\.org)""", page)
     assert "RuntimeError: &lt;broken&gt;" in page
     assert "specdec bench &lt;x&gt;" in page
-    assert page.count("data:image/png;base64,") == 2
+    images = re.findall(r'data:image/png;base64,([^"]*)', page)
+    assert len(images) == 2
+    for data in images:
+        with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+            assert min(image.size) > 100
     traced = re.findall(r'<span(?: class="s\d")? title="lookahead, step \d+: [^"]*">([^<]*)</span>', page)
     answers = {r.question_id: r.turns[0].text for r in run.records() if r.system == "lookahead" and r.repeat == 0}
     assert html.unescape("".join(traced)) == answers[1]
@@ -134,16 +133,15 @@ def test_page_needs_nothing_else_and_escapes_the_text(run: RunFolder) -> None:
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on this machine")
 def test_page_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
-    """Images decode, nothing overflows, and a step's tokens say on hover what they are."""
+    """Images decode, nothing overflows, and steps have colours."""
     page = (run.path / "report.html").read_text()
     check = """<script>
     const spans = document.querySelectorAll(".trace span");
     spans[spans.length - 1].closest("details").open = true;
-    spans[0].dispatchEvent(new MouseEvent("mousemove", {clientX: 50, clientY: 50}));
     const widths = [...document.images].map(image => image.naturalWidth);
     const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
     const table = document.querySelector(".scroll");
-    document.title = JSON.stringify({tip: tip.textContent, shown: getComputedStyle(tip).display, widths, wide,
+    document.title = JSON.stringify({tip: spans[0].title, widths, wide,
       cut: table.scrollWidth - table.clientWidth,
       colours: new Set([...spans].map(span => getComputedStyle(span).backgroundColor)).size});
     </script></body>"""
@@ -163,7 +161,6 @@ def test_page_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
     assert found is not None
     seen = json.loads(html.unescape(found[1]))
     assert seen["tip"] == "none, step 1: 1 token from 1 rows"
-    assert seen["shown"] == "block"
     assert len(seen["widths"]) == 2
     assert min(seen["widths"]) > 100
     assert seen["wide"] <= 0
@@ -259,7 +256,7 @@ def test_without_the_extra_it_says_what_to_install(
 def test_the_command_line_loads_without_the_extra() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = sys.modules['jinja2'] = None\n"
-        "import specdec.bench.cli, specdec.bench.report, specdec.bench.figures, specdec.bench.runner"
+        "import specdec.bench.cli, specdec.bench.report, specdec.bench.runner"
     )
     done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

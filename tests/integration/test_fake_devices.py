@@ -33,7 +33,7 @@ from specdec.costs import measuring
 from specdec.drafting.registry import drafter_names
 from specdec.execute import cuda, cuda_kernels
 from specdec.models import transformers_target
-from specdec.runners import attention, cuts, known_layers
+from specdec.runners import attention, attention_kernels, cuts, known_layers
 from specdec.runners.boundary_ops import Joints
 from specdec.sampling import processors
 from specdec.step import device_copies, torch_switches
@@ -41,7 +41,7 @@ from specdec.target import FINAL
 from tests import launching, models, seam
 from tests.models import FAMILIES, MIXTURES, OF_LAYERS, prompt_of, settings_of
 
-BACKENDS = ("auto", "sdpa", "split")
+BACKENDS = ("auto", "flash")
 TREE = Draft((3, 4, 5, 6, 7), (-1, 0, 0, 2, 1), probes=frozenset({4}))
 DRAFTS = {"root": Draft.chain([3]), "chain": Draft.chain([3, 4, 5]), "tree": TREE}
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=4)
@@ -207,6 +207,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device_copies, "copy_out", copy_out)
     monkeypatch.setattr(device_copies, "reading", lambda tensor: tensor.tolist)
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
+    monkeypatch.setattr(attention, "flash_attn", lambda: None)
+    monkeypatch.setitem(attention_kernels.FLASH, "flash", attention_kernels.torch_flash)
     monkeypatch.setattr(device_copies, "address", lambda tensor: 0)
     monkeypatch.setattr(device_copies, "free_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(cuda_kernels, "layer_kernels", lambda *_: LAYER)
@@ -252,6 +254,7 @@ def model_on(family: str, dtype: torch.dtype, first: str = "cuda:0") -> Any:
 
 def target_on(family: str, dtype: torch.dtype, backend: str = "auto", *, first: str = "cuda:0") -> Any:
     """The family's decoder by its description on a device: by the kernels of layers, or by torch's operations."""
+    backend = "auto" if dtype == torch.float32 else backend  # no flash kernel computes it
     return launching.fused(model_on(family, dtype, first), attention=backend)
 
 

@@ -89,13 +89,11 @@ def test_a_killed_process_ends_the_others(tmp_path: Path) -> None:
     found = worker(3, tmp_path, "killed", ends=1)
     for rank in (0, 2):
         assert "has lost another one" in found[rank]["error"]
-        assert found[rank]["seconds"] < 10
 
 
 def test_a_process_that_does_not_come_is_given_up(tmp_path: Path) -> None:
     found = worker(2, tmp_path, "stopped")
     assert "has lost another one, which ended, or was 3 seconds late" in found[0]["error"]
-    assert found[0]["seconds"] < 7
 
 
 def test_the_command_line_prints_once() -> None:

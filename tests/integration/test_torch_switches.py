@@ -25,7 +25,7 @@ PROMPT, NEW = prompt_of(20), 16
 
 
 def target_for(execution: str) -> TransformersTarget:
-    return target_of(FAMILIES[execution], torch.float32, "auto", execution)
+    return target_of(FAMILIES[execution], torch.float32, execution)
 
 
 def texts(engine: Engine) -> list[Any]:
@@ -79,7 +79,7 @@ def test_a_model_that_was_made_in_inference_mode(execution: str) -> None:
     with torch.inference_mode():
         model = new_model(family, torch.float32)
     own = Engine(models.target_for(model, execution=execution), None, "lookahead")
-    assert texts(own) == texts(Engine(target_of(family, torch.float32, "auto", execution)))
+    assert texts(own) == texts(Engine(target_of(family, torch.float32, execution)))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Tree attention on random trees, caches and windows: every backend against a softmax over a list of seen keys."""
+"""Tree attention on random trees, caches and windows, whole and in parts: a softmax over a list of seen keys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.errors import ConfigError
-from specdec.runners.attention import attend, check_backend
+from specdec.runners.attention import attend
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.tree import Draft
 from tests import seam
@@ -81,7 +80,7 @@ class World:
                 output[0, head, row] = torch.softmax(scores, 0) @ self.values[0, head * GROUPS // HEADS, seen].double()
         return output
 
-    def attended(self, backend: str, *, pieces: bool) -> torch.Tensor:
+    def attended(self, backend: str = "auto", *, pieces: bool = False) -> torch.Tensor:
         """The same by specdec: the text committed in chunks, then the tree in one piece or two."""
         case = self.case
         spec = LayerSpec(GROUPS, WIDTH, VALUE_WIDTH, case.window, torch.device("cpu"), self.keys.dtype)
@@ -107,37 +106,41 @@ class World:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("backend", ["sdpa", "split", "auto"])
+@pytest.mark.parametrize("in_parts", [False, True])
 @given(case=cases())
 @settings(max_examples=150)
-def test_rows_see_their_ancestors_and_the_window(backend: str, case: Case) -> None:
+def test_rows_see_their_ancestors_and_the_window(in_parts: bool, case: Case) -> None:
     world = World(case)
     expected = world.naive()
-    whole = world.attended(backend, pieces=False)
+    with seam.in_parts(in_parts):
+        whole, pieces = world.attended(), world.attended(pieces=True)
     assert whole.shape == expected.shape
     assert (whole.double() - expected).abs().max() < 1e-6
-    pieces = world.attended(backend, pieces=True)
     assert (pieces.double() - expected).abs().max() < 1e-6
+
+
+def both(world: World) -> list[torch.Tensor]:
+    """Attention that is computed whole, and in parts."""
+    found = list[torch.Tensor]()
+    for in_parts in (False, True):
+        with seam.in_parts(in_parts):
+            found.append(world.attended())
+    return found
 
 
 @given(case=cases())
 @settings(max_examples=60)
-def test_split_equals_the_reference_in_float64(case: Case) -> None:
-    world = World(case, torch.float64)
-    sdpa, split = (world.attended(backend, pieces=False) for backend in ("sdpa", "split"))
-    assert (sdpa - split).abs().max() < 1e-13
+def test_parts_equal_the_whole_in_float64(case: Case) -> None:
+    whole, parts = both(World(case, torch.float64))
+    assert (whole - parts).abs().max() < 1e-13
 
 
-def test_auto_splits_large_masks() -> None:
-    """``auto`` takes the split where the mask would be large, and both give the same."""
+def test_large_masks_go_in_parts() -> None:
+    """Unasked, where the mask would be large; both ways give the same."""
     case = Case(length=6000, parents=list(range(-1, MOST - 1)), first=0, window=None, softcap=None, seed=0)
     world = World(case)
-    sdpa, split, auto = (world.attended(backend, pieces=False) for backend in ("sdpa", "split", "auto"))
-    assert torch.equal(auto, split)
-    assert not torch.equal(auto, sdpa)  # else this shows nothing
-    assert (sdpa - split).abs().max() < 1e-6
-
-
-def test_unknown_backend_is_named() -> None:
-    with pytest.raises(ConfigError, match="attention='fast' is unknown; choose one of auto, sdpa, split"):
-        check_backend("fast")
+    whole, parts = both(world)
+    unasked = world.attended()
+    assert torch.equal(unasked, parts)
+    assert not torch.equal(unasked, whole)  # else this shows nothing
+    assert (whole - parts).abs().max() < 1e-6

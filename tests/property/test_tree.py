@@ -115,29 +115,27 @@ def own_logits(family: str, text: Sequence[int]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "attention"), [*each_once(["llama", "mistral"], ["sdpa", "split"]), ("gemma2", "auto")]
-)
+@pytest.mark.parametrize(("family", "in_parts"), [*each_once(["llama", "mistral"], [False, True]), ("gemma2", False)])
 @given(data=st.data(), length=st.integers(0, 45))
 @settings(max_examples=25)
-def test_commit_equals_recompute(family: str, attention: str, data: st.DataObject, length: int) -> None:
+def test_commit_equals_recompute(family: str, in_parts: bool, data: st.DataObject, length: int) -> None:
     """A tree's logits are those of each row's own text, and after a commit the cache is the path's."""
-    target = target_of(family, attention=attention)
+    target = target_of(family)
     tokens = list(prompt_of(CAPACITY)[:length])
-    with target.active():
+    with target.active(), seam.in_parts(in_parts):
         own = seam.text(target, capacity=CAPACITY + ROWS, rows=ROWS).fill(tokens, ROWS)
     for _ in range(2):  # the second tree stands on the first one's leftovers
         parents = data.draw(parent_lists(ROWS))
         draft = Draft([data.draw(st.integers(0, VOCAB - 1)) for _ in parents], parents)
         path = path_to(parents, data.draw(st.integers(0, len(draft) - 1)))
-        with target.active():
+        with target.active(), seam.in_parts(in_parts):
             logits = own.run(draft).logits
             own.commit(path)
         tokens += [draft.tokens[row] for row in path]
         assert own.length == len(tokens)
         assert logits is not None
         torch.testing.assert_close(logits[path], own_logits(family, tokens)[-len(path) :], **NEAR)
-    with target.active():
+    with target.active(), seam.in_parts(in_parts):
         fresh = seam.text(target, capacity=CAPACITY + ROWS, rows=ROWS).fill(tokens, ROWS)
         torch.testing.assert_close(own.next_logits(5), fresh.next_logits(5), **NEAR)
 
@@ -145,16 +143,16 @@ def test_commit_equals_recompute(family: str, attention: str, data: st.DataObjec
 @pytest.mark.few(1)
 @given(data=st.data(), length=st.integers(0, 30), parents=parent_lists(ROWS), layer=st.integers(1, 2))
 @settings(max_examples=25)
-@pytest.mark.parametrize("attention", ["sdpa", "split"])
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_rows_that_enter_late_are_rows_that_went_through(
-    family: str, attention: str, data: st.DataObject, length: int, parents: list[int], layer: int
+    family: str, in_parts: bool, data: st.DataObject, length: int, parents: list[int], layer: int
 ) -> None:
     """Early layers in pieces, the rest in one go from ``entry``: the same logits, features and cache."""
-    target = target_of(family, attention=attention)
+    target = target_of(family)
     draft = Draft([data.draw(st.integers(0, VOCAB - 1)) for _ in parents], parents)
     cut = data.draw(st.integers(0, len(draft) - 1))
-    with target.active():
+    with target.active(), seam.in_parts(in_parts):
         texts = [seam.text(target, capacity=CAPACITY, rows=ROWS).fill(prompt_of(30)[:length], ROWS) for _ in range(2)]
         whole = texts[0].run(draft, taps={layer})
         features = []

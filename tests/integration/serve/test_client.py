@@ -64,7 +64,6 @@ def test_stream_adds_up_to_the_answer(client: openai.OpenAI, served_engine: Engi
     assert pieces[0].choices[0].delta.role == "assistant"
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == wanted.text
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices[0].finish_reason] == ["length"]
-    assert len(pieces) > 4, "the text came at once"
     assert last.choices == []
     assert last.usage is not None
     assert last.usage.completion_tokens == 24

@@ -236,6 +236,23 @@ def test_a_text_for_which_no_memory_is_left_is_503_with_the_remedy(steady: Runni
         assert http.post(COMPLETIONS, json={"prompt": [7]}).status_code == 200
 
 
+def test_pieces_come_while_the_text_is_written(gate: Gate) -> None:
+    with serving(gate.engine) as running:
+        rule = gate.rule
+
+        def waiting(text: list[int]) -> int:
+            assert len(text) < 5 or gate.opened.wait(SECONDS)
+            return rule(text)
+
+        gate.target.rule = waiting
+        asked: Any = {"model": "tiny", "prompt": [5, 6], "max_tokens": 6, "temperature": 0}
+        stream = iter(running.openai().completions.create(**asked, stream=True))
+        first = next(stream).choices[0].text
+        gate.opened.set()
+        assert first
+        assert first + "".join(piece.choices[0].text for piece in stream) == gate.text([5, 6], 6)
+
+
 def test_a_failure_in_a_stream_is_an_event(gate: Gate) -> None:
     with serving(gate.engine) as running:
         rule = gate.rule
@@ -246,11 +263,12 @@ def test_a_failure_in_a_stream_is_an_event(gate: Gate) -> None:
             return rule(text)
 
         gate.target.rule = late
-        stream = running.openai().completions.create(model="tiny", prompt=[5, 6], max_tokens=20, stream=True)
+        asked: Any = {"model": "tiny", "prompt": [5, 6], "max_tokens": 20, "temperature": 0}
+        stream = running.openai().completions.create(**asked, stream=True)
         seen: list[Any] = []
         with pytest.raises(openai.APIError, match="the server failed") as failed:
-            seen.extend(stream)
-        assert len(seen) == 5
+            seen.extend(stream)  # a busy loop sends several tokens in one piece
+        assert "".join(piece.choices[0].text for piece in seen) == gate.text([5, 6], 5)
         assert SECRET not in str(failed.value)
 
 

@@ -369,8 +369,9 @@ def test_what_cannot_fit_is_not_tokenized_and_nothing_is_on_the_loop(
     counted(PreTrainedTokenizerFast, "_encode_plus", lambda own, text=None, *_: len(text or ""))
     counted(endpoints, "appeared", lambda predicted, text: len(predicted))
     counted(Grammars, "of", lambda own, schema, *_: len(json.dumps(schema)))
-    most = bytes_of_a_token(tiny_engine.tokenizer)
-    assert most is not None
+    token = bytes_of_a_token(tiny_engine.tokenizer)
+    assert token is not None
+    most = token.most
     long = "!" * 1_000_000
     talk = [{"role": "user", "content": long}]
     prediction = {"type": "content", "content": long}

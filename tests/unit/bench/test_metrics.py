@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from specdec.bench.compare import compare_runs
-from specdec.bench.figures import draw_figures
 from specdec.bench.metrics import OVERALL, Metrics, measure, ratio_interval, repeat_share
 from specdec.bench.records import AnsweredTurn, Record, RunFolder
-from specdec.bench.report import answer_of, write_answers
+from specdec.bench.report import plots
+from specdec.bench.spec_bench import answer_of, write_answers
 from specdec.errors import ConfigError
 
 
@@ -108,12 +108,12 @@ def test_batches_are_held_against_plain_decoding_one_by_one_and_a_rival_of_their
 
 def test_the_figure_of_batches_has_a_line_per_system() -> None:
     pytest.importorskip("matplotlib")
-    figures = draw_figures(batches(), {}, "caption")
-    (axes,) = figures["batch"].axes
+    drawn = plots(batches(), {})
+    (axes,) = drawn["batch"].axes
     points = {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines[:3]}
     assert points == {"none": ([1, 2], [1, 3]), "transformers": ([1, 2], [0.5, 1]), "alone": ([1], [1.5])}
-    assert [label.get_text() for label in figures["speedup"].axes[0].get_yticklabels()] == ["transformers", "alone"]
-    assert "batch" not in draw_figures(batches().one_by_one(), {}, "caption")
+    assert [label.get_text() for label in drawn["systems"].axes[0].get_yticklabels()] == ["transformers", "alone"]
+    assert "batch" not in plots(batches().one_by_one(), {})
 
 
 def test_prefill_is_apart() -> None:

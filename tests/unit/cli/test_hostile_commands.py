@@ -88,7 +88,7 @@ GENERATE: list[tuple[list[str], str]] = [
     (["--set", "device_map={1: cpu}"], "run.device_map is {1: 'cpu'}"),
     (["--device", "cpu", "--device-map", "auto"], "give only one of them"),
     (["--execution", "fast"], "unknown execution 'fast'"),
-    (["--attention", "fast"], "attention='fast' is unknown"),
+    (["--attention", "fast"], "unknown attention 'fast'; did you mean 'flash'? known: auto, flash"),
     (["--threads", "0"], "threads is 0"),
     (["--threads", "-1"], "threads is -1"),
     (["--threads", "1e3"], "--threads"),

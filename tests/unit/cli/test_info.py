@@ -59,7 +59,16 @@ def test_a_row_for_every_value(asked: list[Any], capsys: pytest.CaptureFixture[s
 
 def test_runners_side_by_side(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--time", "--dtype", "float32", "--threads", "2"]) == 0
-    options = {"dtype": "float32", "device": None, "device_map": None, "execution": "auto", "attention": "auto"}
+    options = {
+        "revision": None,
+        "subfolder": None,
+        "max_model_len": None,
+        "dtype": "float32",
+        "device": None,
+        "device_map": None,
+        "execution": "auto",
+        "attention": "auto",
+    }
     options["activations"] = "default"
     assert asked == [ModelOptions(dtype="float32", threads=2), 2, ("tiny", options)]
     shown = capsys.readouterr().out

@@ -22,6 +22,7 @@ from specdec.drafting.registry import make_drafter
 from specdec.errors import ConfigError
 from specdec.step.step_io import Entering
 from specdec.target import FINAL
+from tests import seam
 from tests.fakes import Oracle
 from tests.launching import fused, launch
 from tests.models import DRAFTER_OPTIONS, FAMILIES, greedy, new_model, prompt_of, reference, target_of
@@ -54,11 +55,12 @@ def oracle(new: int, **options: object) -> Oracle:
 )
 def test_every_part_at_once_changes_no_token(family: str) -> None:
     """With rows that cost nothing all parts stay awake and all of their rows are verified."""
-    target = target_of(family, attention="split", execution="auto")
+    target = target_of(family, execution="auto")
     engine = Engine(target, None, "auto", max_rows=40, policy="acceptance", costs=curve_of(row=1e-9))
     for size in (1, 9, 40):
         prompt = prompt_of(size)
-        out = engine.generate(prompt, 50)
+        with seam.in_parts():
+            out = engine.generate(prompt, 50)
         assert out.token_ids == greedy(family, prompt, 50)
     assert out.stats.rows_per_step > 8
     sampled = SamplingParams(temperature=0.9, seed=5)

@@ -99,7 +99,7 @@ def test_on_a_cpu_there_is_nothing_to_warm_up(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_first_launch_of_a_kind_is_a_first_time_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch)
-    target = fused(new_model("llama", torch.float64), attention="split")
+    target = fused(new_model("llama", torch.float64), attention="flash")
     counts = list[int]()
     for rows in (3, 4, 9, 3, 10):
         before = FirstTimes.seen

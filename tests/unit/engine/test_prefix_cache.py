@@ -331,7 +331,7 @@ def test_a_chat_that_branches(of: Callable[[PrefixCache], PrefixCache]) -> None:
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
 def test_what_cannot_be_copied_says_so_and_what_to_do(way: Callable[[Any], Any]) -> None:
-    engine = Engine(target_of("qwen3", torch.float32, "auto", "native"))
+    engine = Engine(target_of("qwen3", torch.float32, "native"))
     whole = {
         engine: "call with_drafter",
         engine.target: "share it",

@@ -156,7 +156,7 @@ def test_format_of_the_file_holds_unless_another_is_asked_for() -> None:
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"format": "vicunia"}, "did you mean 'vicuna'"),
         ({"dtype": "float23"}, "unknown dtype 'float23'"),
-        ({"attention": "fast"}, "attention='fast' is unknown"),
+        ({"attention": "split"}, "unknown attention 'split'; known: auto, flash"),
         ({"execution": "fusd"}, "unknown execution 'fusd'; did you mean 'fused'"),
         ({"drafters": ["none", "none"]}, "two systems are called 'none'"),
         ({"drafters": ["all", "none"]}, "'all' stands alone"),

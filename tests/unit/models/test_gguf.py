@@ -301,7 +301,7 @@ def test_a_file_is_known_by_its_first_bytes_and_in_a_folder(file: Path, tmp_path
     for place in (blob, folder):
         assert Engine.from_pretrained(place).generate("\n\n1", 4).token_ids == expected
     (folder / "b.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"own' holds 2 GGUF files, a\.gguf, b\.gguf; give one of them"):
+    with pytest.raises(CheckpointError, match=r"own' holds 2 models in GGUF, a\.gguf, b\.gguf; give one of these"):
         load(folder)
 
 
@@ -326,7 +326,7 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     ("architecture", "message"),
     [
         ("rwkv6", r"architecture 'rwkv6' of '.*' is not read from GGUF here, llama, .* are; load the model's folder"),
-        ("gpt-oss", r"architecture 'gpt-oss' of '.*' is not read from GGUF"),
+        ("jamba", r"architecture 'jamba' of '.*' is not read from GGUF"),
         ("nomic-bert", "makes embeddings and no text; give a language model"),
         ("gemma-embedding", "makes embeddings and no text"),
         ("eagle3", "is a draft head and no model: give the model"),

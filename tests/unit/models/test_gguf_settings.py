@@ -11,7 +11,7 @@ from gguf import Keys
 
 from specdec.errors import CheckpointError, SpecdecError, SpecdecWarning
 from specdec.models.live_model import load_model
-from tests.gguf_families import ARCHITECTURES, CONTEXT, DIM, VOCABULARY, settings_of, write_family
+from tests.gguf_families import CONTEXT, DIM, FAMILIES, VOCABULARY, settings_of, write_family
 from tests.llama_cpp import LlamaCpp, apart, log_probabilities
 
 PROMPTS = [[7, 3, 9], [*range(5, CONTEXT - 4)]]  # the second is longer than the windows
@@ -32,7 +32,7 @@ def own_logits(file: Path) -> torch.Tensor | None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_llama_cpp_s(family: str, llama_cpp: LlamaCpp, tmp_path: Path) -> None:
     file = write_family(tmp_path / "a.gguf", family)
     found, expected = own_logits(file), llama_cpp.logits(file, PROMPTS, VOCABULARY)
@@ -41,6 +41,7 @@ def test_logits_are_llama_cpp_s(family: str, llama_cpp: LlamaCpp, tmp_path: Path
     assert apart(found, expected) <= (1e-6 if family in GELU else 1e-9)
 
 
+_YARN: Said = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 _READ: list[tuple[str, Said]] = [  # what moves llama.cpp's logits, and is read alike
     ("llama", {"rope.freq_base": None}),
     ("llama", {"rope.dimension_count": None, "attention.key_length": None, "attention.value_length": None}),
@@ -65,6 +66,8 @@ _READ: list[tuple[str, Said]] = [  # what moves llama.cpp's logits, and is read 
     ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
     ("phi3", {"rope.freq_base": None}),
     ("phi3", {"rope.dimension_count": 8}),
+    ("phi3", {"rope.scale_linear": 4.0}),
+    ("phi3", {"rope.scaling.attn_factor": 2.0}),
     ("llama", {"rope.scale_linear": 4.0}),
     ("llama", {"rope.scaling.factor": 4.0}),
     ("llama", {"rope.scaling.attn_factor": 2.0}),
@@ -81,6 +84,17 @@ _READ: list[tuple[str, Said]] = [  # what moves llama.cpp's logits, and is read 
     ("gemma", {"rope.freq_base": None}),
     ("glm4", {"rope.dimension_count": 8}),
     ("hunyuan-dense", {"rope.scaling.alpha": 9.0}),
+    ("hunyuan-moe", {"expert_used_count": 1}),
+    ("gpt-oss", {"expert_used_count": 3}),
+    ("gpt-oss", {"attention.sliding_window_pattern": 3}),
+    ("granitemoe", {"expert_used_count": 3}),
+    ("granitemoe", {"logit_scale": 2.0}),
+    ("mistral3", {"attention.temperature_scale": 0.9}),
+    ("mistral3", {"attention.temperature_scale": None}),
+    ("mistral3", {"rope.scaling.original_context_length": 32}),
+    ("mistral3", {**_YARN, "rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 0.5}),
+    ("mistral3", {**_YARN, "rope.scaling.yarn_log_multiplier": 0.7}),
+    ("mistral3", {**_YARN, "rope.scaling.yarn_beta_fast": 4.0, "attention.temperature_scale": None}),
 ]
 
 
@@ -105,6 +119,7 @@ _REFUSED: list[tuple[str, Said, str]] = [  # what moves llama.cpp's logits or is
         {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0},
         "scales its rotary frequencies .*longrope",
     ),
+    ("granite", {"rope.scaling.finetuned": False}, "says granite.rope.scaling.finetuned False, and only True"),
     ("glm4", {"rope.dimension_sections": [4, 2, 2, 0]}, "dimension_sections .4, 2, 2, 0., and only text"),
     ("llama", {"attention.causal": False}, "says llama.attention.causal False"),
     ("llama", {"attention.layer_norm_rms_epsilon": None}, "does not say llama.attention.layer_norm_rms_epsilon"),
@@ -145,6 +160,8 @@ _OWN = {  # that an architecture reads
     "olmo2": _WINDOWS,
     "cohere2": _WINDOWS,
     "exaone4": _WINDOWS,
+    "gpt-oss": _WINDOWS,
+    "granitemoe": {"expert_shared_feed_forward_length"},
     "glm4": {"rope.dimension_sections"},
     "ernie4_5": {"rope.dimension_sections"},
     "hunyuan-dense": {"rope.dimension_sections", "rope.scaling.alpha"},
@@ -164,7 +181,7 @@ def known_keys() -> list[str]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_settings_that_an_architecture_does_not_read_change_nothing(
     family: str, llama_cpp: LlamaCpp, tmp_path: Path
 ) -> None:
@@ -199,7 +216,8 @@ _TENSORS: list[tuple[str, dict[str, tuple[int, ...] | None], str]] = [
     ("llama", {"sundry.weight": (4,)}, "does not read here, such as sundry.weight"),
     ("llama", {"blk.2.ffn_up.weight": None}, "1 missing, such as model.layers.2.mlp.up_proj.weight"),
     ("qwen2", {"output.bias": (VOCABULARY,)}, "are biases, such as output.bias"),
-    ("phi3", {"rope_factors_long.weight": (8,), "rope_factors_short.weight": (8,)}, "scale the rotary frequencies"),
+    ("qwen2", {"rope_factors_long.weight": (8,)}, "scale the rotary frequencies, such as rope_factors_long.weight"),
+    ("phi3", {"rope_factors_long.weight": (DIM,)}, "has 16 numbers in rope_factors_long.weight, not 8"),
 ]
 
 
@@ -227,6 +245,7 @@ _WRONG: list[tuple[str, Said, str]] = [
         for family in ("mixtral", "qwen2moe", "qwen3moe")
         for count in (0, 5)
     ),
+    ("hunyuan-moe", {"expert_shared_feed_forward_length": 48}, "expert_shared_feed_forward_length 48, and only 80"),
     ("phi3", {"rope.dimension_count": 7}, "turns 7 of the 16 values of a head"),
     ("glm4", {"rope.dimension_count": 32}, "turns 32 of the 16 values of a head"),
     ("phi3", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "which is not read of phi3"),
@@ -265,7 +284,7 @@ def test_settings_that_are_not_known(tmp_path: Path) -> None:
 _GENERAL: list[tuple[Said, str]] = [
     ({"general.type": "adapter"}, "is an adapter .* and no model; merge it"),
     ({"general.type": "mmproj"}, "is a vision or audio projector"),
-    ({"split.count": 3, "split.no": 1}, "is part 2 of a model that is split into 3 files.*llama-gguf-split --merge"),
+    ({"split.count": 3, "split.no": 1}, r"is part 2 of 3 of a split model .* does not end in '-00002-of-00003\.gguf'"),
 ]
 
 

@@ -148,7 +148,7 @@ def test_rows_in_bytes_need_blocks(tmp_path: Path) -> None:
 def test_what_other_ways_to_run_it_hold(tmp_path: Path) -> None:
     """Asked for by name they have dense weights, and it is said."""
     file = quantised_file(tmp_path / "small.gguf")
-    for options in ({"execution": "modules"}, {"execution": "fused"}, {"dtype": "float64"}, {"attention": "sdpa"}):
+    for options in ({"execution": "modules"}, {"execution": "fused"}, {"dtype": "float64"}):
         target = target_of(file, **options)
         assert str(target.describe()["model"]["weights"]).startswith("dequantised: ")
         assert options.get("execution") == "modules" or not blocks_of(target)

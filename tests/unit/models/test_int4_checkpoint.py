@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from specdec import TransformersTarget
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models import described_checkpoint
 from specdec.models.described_checkpoint import DescribedCheckpoint
 from specdec.native import library as native
 from tests.int4_files import int4_checkpoint
@@ -213,20 +212,6 @@ def test_what_falls_back_says_why(
     found = DescribedCheckpoint.opened(tmp_path, **{"dtype": "float32", **options})
     assert isinstance(found, DescribedCheckpoint)
     assert str(found.why_dense).startswith(why)
-
-
-def test_a_hub_s_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which only those of the format that is read."""
-    asked: list[str] = []
-
-    def look(name: str, file: str, **_: Any) -> str | None:
-        asked.append(f"{name}/{file}")
-        return None if "index" in file else str(tmp_path / file)
-
-    monkeypatch.setattr(described_checkpoint, "cached_file", look)
-    assert described_checkpoint._fetched("some/model") == tmp_path
-    files = ("model.safetensors.index.json", "model.safetensors", "generation_config.json")
-    assert asked == [f"some/model/{file}" for file in files]
 
 
 def test_other_models_and_places_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from specdec import Engine
 from specdec.cli import main as cli
 from specdec.errors import CheckpointError, ConfigError
 from specdec.models.catalog import NamedModel, named_models
-from specdec.models.loading import embedded_model, model_source
+from specdec.models.loading import embedded_model
+from specdec.models.names import model_source
 from specdec.models.pull import _reason, pull_model
 from specdec.settings.files import cache_folder
 from tests.gguf_files import new_llama, wheel_of, write_gguf

@@ -133,15 +133,6 @@ def test_a_residual_stays_as_it_is() -> None:
 
 
 @needs_compiler
-def test_attention_that_was_asked_for_by_name_is_torch_s() -> None:
-    model, prompt = models.new_model("llama", torch.float32, **SIZES), models.prompt_of(7)
-    target = target_for(model, attention="sdpa")
-    told = target.describe()["execution"]
-    assert (told["runner"], told["because"]) == ("fused", told["not native"])
-    assert told["because"].startswith("attention='sdpa' asks for torch's kernels")
-    assert Engine(target).generate(prompt, 30).token_ids == models.reference(model, prompt, 30)
-
-
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_packed_weight_s_rows_are_looked_up(dtype: torch.dtype) -> None:

@@ -147,7 +147,7 @@ def test_what_cannot_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention, "flash_attn", lambda: flash_attn_2_8)
     with pytest.raises(ConfigError, match=r"attention='flash' is for float16 and bfloat16.*float32, 64 and cpu"):
         check_runs("flash", [spec(torch.float32, "cpu")])
-    check_runs("split", [spec(torch.float32, "cpu")])
+    check_runs("auto", [spec(torch.float32, "cpu")])
     with pytest.raises(ConfigError, match="attention='flash' is for float16"):
         target_for(model_of("llama"), attention="flash", execution="auto")
 
@@ -169,7 +169,6 @@ def test_the_description_names_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     plain = "auto (text so far: plain products, tree: plain products)"
     assert describe_backend("auto", [spec()], None) == "auto (text so far: torch's flash kernel, tree: plain products)"
     assert describe_backend("flash", [spec()], None) == "flash (text so far: flash-attn, tree: plain products)"
-    assert describe_backend("split", [spec()], None) == plain.replace("auto", "split")
     assert describe_backend("auto", [spec(torch.float32)], None) == plain
     assert describe_backend("auto", [spec(width=12)], None) == plain
     assert describe_backend("auto", [spec()], 50.0) == plain

@@ -440,7 +440,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
     with target.active():
         seam.text(target).run([3] * 5)
     assert target.executor.graphs() == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
-    assert "attention='split' is told" in fused(model, attention="split").executor.graphs()
+    assert "attention='flash' is told" in fused(model, attention="flash").executor.graphs()
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):
         assert Engine(target).generate(PROMPT, 12).token_ids == expected
@@ -462,7 +462,7 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
         seam.text(target, capacity=300, rows=200).run([3] * 129)
         texts = [seam.text(target, capacity=80, rows=70) for _ in range(3)]
         seam.run_together(texts, [Draft.chain([3] * 65)] * 3)  # 4 x 128
-    named = fused(model, attention="split")
+    named = fused(model, attention="flash")
     assert Engine(named).generate(PROMPT, 4).token_ids == reference(model, PROMPT, 4)
     assert (len(recorder.made), sum(recorder.replays.values())) == (made, replays)
 

@@ -25,7 +25,7 @@ from specdec.native.library import library
 from specdec.results import Step
 from specdec.runners.known_layers import KnownLayer, UnknownModule
 from specdec.runners.layers import FusedNorm
-from tests import models
+from tests import models, seam
 from tests.tiers import each_once
 
 KNOWN = models.FUSED
@@ -43,15 +43,16 @@ def storages(model: nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("family", "attention"), each_once(KNOWN, ["sdpa", "split"]))
-def test_fused_text_is_that_of_generate(family: str, attention: str) -> None:
+@pytest.mark.parametrize(("family", "in_parts"), each_once(KNOWN, [False, True]))
+def test_fused_text_is_that_of_generate(family: str, in_parts: bool) -> None:
     model = models.new_model(family)
     prompt = models.prompt_of(11)
     expected = models.reference(model, prompt, 60)
-    target = models.target_for(model, attention=attention, execution="fused")
+    target = models.target_for(model, execution="fused")
     assert target.options["runner"] == "fused"
     for drafter in ("none", "prompt_lookup", {"name": "lookahead", "window": 5, "ngram": 5, "guesses": 5}):
-        assert Engine(target, drafter=drafter).generate(prompt, 60).token_ids == expected
+        with seam.in_parts(in_parts):
+            assert Engine(target, drafter=drafter).generate(prompt, 60).token_ids == expected
 
 
 @pytest.mark.few(1)

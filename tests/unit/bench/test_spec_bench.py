@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.download import download_spec_bench
+from specdec.bench.spec_bench import download_spec_bench
 from specdec.engine.questions import find_questions, spec_bench_path
 from specdec.errors import ConfigError
 

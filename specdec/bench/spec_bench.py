@@ -1,17 +1,23 @@
-"""Download: Spec-Bench's question file, with a checksum."""
+"""Spec-Bench: its question file, fetched with a checksum, and answers as its own scripts read them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections import Counter
+from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
+from specdec.bench.records import Record
 from specdec.engine.questions import group_of, read_questions, spec_bench_path
 from specdec.errors import ConfigError
 from specdec.settings.files import digest_of, replacing, write_text
 
-__all__ = ["SPEC_BENCH_URL", "download_spec_bench"]
+__all__ = ["SPEC_BENCH_URL", "answer_of", "download_spec_bench", "write_answers"]
 
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 
@@ -56,3 +62,41 @@ def _check(path: Path, what: str, remedy: str) -> None:
             f"{what} is not Spec-Bench's file: it has {dict(sorted(groups.items()))}, and 80 questions are wanted of "
             f"each of {', '.join(_GROUPS)}; {remedy}"
         )
+
+
+def write_answers(records: Sequence[Record], folder: Path, model: str) -> list[Path]:
+    """One file per system and repeat, ``run_1/<model>-<system>.jsonl``; questions that failed are left out.
+
+    Returns the files, sorted.
+    """
+    lines: dict[Path, list[str]] = {}
+    for record in sorted(records, key=lambda r: (r.repeat, str(r.system))):
+        name = re.sub(r"[^\w.+-]+", "-", f"{Path(model).name}-{record.system}")
+        file = folder / f"run_{record.repeat + 1}" / f"{name}.jsonl"
+        if record.error is None:
+            lines.setdefault(file, []).append(json.dumps(answer_of(record, name), ensure_ascii=False))
+    for file, content in lines.items():
+        write_text(file, "".join(line + "\n" for line in content))
+    return sorted(lines)
+
+
+def answer_of(record: Record, model_id: str) -> dict[str, Any]:
+    """A record in Spec-Bench's format: lists over turns, and the accepted lengths of all turns in one list."""
+    key = f"{record.question_id}/{record.system}/{record.repeat}/{record.time}"
+    return {
+        "question_id": record.question_id,
+        "category": record.category,
+        "answer_id": hashlib.sha256(key.encode()).hexdigest()[:22],
+        "model_id": model_id,
+        "choices": [
+            {
+                "index": 0,
+                "turns": [turn.text.strip() for turn in record.turns],
+                "decoding_steps": [len(turn.accept_lengths) for turn in record.turns],
+                "new_tokens": [len(turn.token_ids) for turn in record.turns],
+                "wall_time": [turn.seconds["wall"] for turn in record.turns],
+                "accept_lengths": [length for turn in record.turns for length in turn.accept_lengths],
+            }
+        ],
+        "tstamp": record.time,
+    }

@@ -1,0 +1,85 @@
+"""Experts of GPT-OSS, Granite and Hunyuan, whose weights several tensors of a file make; and Mistral 3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from specdec import Engine, TransformersTarget
+from specdec.models.live_model import load_model
+from tests.gguf_families import DIM, EXPERTS, HEADS, VOCABULARY, WIDTH, shapes_of, write_family
+from tests.gguf_files import widened
+from tests.llama_cpp import LlamaCpp, apart, log_probabilities
+
+PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
+EVEN = {"expert_feed_forward_length": WIDTH}  # of which 32 is a divisor, as blocks need it
+
+
+def even_experts() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in shapes_of("gpt-oss"):
+        if "_exps." in name:
+            shapes[name] = (EXPERTS, WIDTH, WIDTH) if name.endswith("weight") else (EXPERTS, WIDTH)
+    return shapes
+
+
+def packed(file: Path, to: Path) -> Path:
+    """The same file with its experts' matrices in blocks of MXFP4."""
+    read, kind = gguf.GGUFReader(file), gguf.GGMLQuantizationType.MXFP4
+    writer = gguf.GGUFWriter(to, read.fields["general.architecture"].contents())
+    for name, field in read.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), *field.types[:2])
+    for tensor in read.tensors:
+        if tensor.name.endswith("_exps.weight"):
+            writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+def test_blocks_of_mxfp4_are_what_llama_cpp_takes_them_for(llama_cpp: LlamaCpp, tmp_path: Path) -> None:
+    plain = write_family(tmp_path / "a.gguf", "gpt-oss", EVEN, even_experts())
+    file = packed(plain, tmp_path / "packed.gguf")
+    expected = llama_cpp.logits(widened(file, tmp_path / "wide.gguf"), [PROMPT], VOCABULARY)
+    assert expected is not None
+    model: Any = load_model(file, dtype="float64", device=None, device_map=None, trust_remote_code=False)
+    found = log_probabilities(model, [PROMPT])
+    assert apart(found, expected) <= 1e-9
+    before = llama_cpp.logits(plain, [PROMPT], VOCABULARY)
+    assert before is not None
+    assert apart(found, before) > 1e-6
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", ["gpt-oss", "granitemoe", "mistral3", "hunyuan-moe"])
+def test_texts_do_not_depend_on_the_drafter(family: str, tmp_path: Path) -> None:
+    target = TransformersTarget.from_pretrained(write_family(tmp_path / "a.gguf", family), dtype="float64")
+    assert target.options["runner"] == "modules"
+    plain = Engine(target, None).generate(PROMPT, 40)
+    for drafter in ("lookahead", "token_recycling"):
+        found = Engine(target, None, drafter).generate(PROMPT, 40)
+        assert found.token_ids == plain.token_ids
+        assert found.stats.steps < plain.stats.steps
+
+
+def test_a_mistral3_that_scales_no_queries_is_a_llama(tmp_path: Path) -> None:
+    said = {"attention.temperature_scale": None}
+    file = write_family(tmp_path / "a.gguf", "mistral3", said)
+    target = TransformersTarget.from_pretrained(file, dtype="float32")
+    assert target.name == "LlamaForCausalLM"
+    other = write_family(tmp_path / "b.gguf", "mistral3", said, {"blk.0.attn_q.bias": (HEADS * DIM,)})
+    biased = TransformersTarget.from_pretrained(other, dtype="float32")
+    named = dict(biased.named_weights())
+    assert bool(named["model.layers.0.self_attn.q_proj.bias"].any())
+    assert not bool(named["model.layers.1.self_attn.q_proj.bias"].any())
+    assert torch.equal(named["lm_head.weight"], dict(target.named_weights())["lm_head.weight"])
