@@ -254,6 +254,7 @@ def model_on(family: str, dtype: torch.dtype, first: str = "cuda:0") -> Any:
 
 def target_on(family: str, dtype: torch.dtype, backend: str = "auto", *, first: str = "cuda:0") -> Any:
     """The family's decoder by its description on a device: by the kernels of layers, or by torch's operations."""
+    backend = "auto" if dtype == torch.float32 else backend  # no flash kernel computes it
     return launching.fused(model_on(family, dtype, first), attention=backend)
 
 
