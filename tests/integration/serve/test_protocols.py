@@ -14,6 +14,7 @@ import torch
 from specdec import Engine
 from specdec.serve.errors import ApiError
 from specdec.serve.stored import Stored, StoredResponses
+from tests.models import live
 from tests.serving import SECONDS, Running, serving
 
 SCHEMA: dict[str, Any] = {
@@ -208,9 +209,8 @@ def test_log_probabilities_of_a_prompt_are_the_model_s(running: Running, tiny_en
     prompt = tiny_engine.encode("x = 1\nx = 1\nimport os\n")
     (end,) = tiny_engine.target.eos_ids
     prompt = [*prompt, end, *prompt]  # an end within a prompt ends nothing
-    model: Any = tiny_engine.target
     with torch.no_grad():
-        scores = model.model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        scores = live(tiny_engine.target)(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
     wanted = [scores[place, token].item() for place, token in enumerate(prompt[1:])]
     body: dict[str, Any] = {"prompt": prompt, "temperature": 0, "max_tokens": 6, "speculation": {"drafter": drafter}}
     with running.http() as http:
