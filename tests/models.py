@@ -141,7 +141,8 @@ def target_of(family: str, dtype: torch.dtype = torch.float64, execution: str | 
     Unless told otherwise it is run as an engine would run it in float64, which takes half the time, and by its own
     modules in a precision in which ways to run a layer round differently.
     """
-    return _target_of(family, dtype, execution or ("auto" if dtype == torch.float64 and family in FUSED else "modules"))
+    chosen = execution or ("auto" if dtype == torch.float64 else "modules")
+    return _target_of(family, dtype, "modules" if chosen == "auto" and family not in FUSED else chosen)
 
 
 def target_for(model: PreTrainedModel, *, execution: str = "auto", attention: str = "auto") -> Any:

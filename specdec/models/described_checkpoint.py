@@ -205,6 +205,8 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
         source, quantised, why = SafetensorsSource(folder), None, None
         refuse_integers(folder)
         dtype = wanted.dtype or config.dtype or text.dtype or source.dtype
+    if dtype not in _DTYPES:
+        return f"its dtype {shown(dtype)} is none in which described decoders compute"
     generation = GenerationConfig.from_model_config(config)
     if (folder / "generation_config.json").exists():
         generation = GenerationConfig.from_pretrained(folder)

@@ -27,6 +27,7 @@ _STATE = ".quant_state."
 _KINDS = ("nf4", "fp4")
 _SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # of groups, that bitsandbytes has
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # what lies beside a weight of 4 bits
 _BY_127 = c_float(1 / 127).value
 
 
@@ -136,22 +137,26 @@ class BitsAndBytesTensors(PackedTensors):
         found = dict[str, tuple[int, ...]]()
         for name, state in self._states.items():
             told = self._json(state)
-            shape = told.get("shape") if isinstance(told, dict) else None
+            if not isinstance(told, dict):
+                raise self._unlike(state, f"holds {shown(told)}", "a JSON object")
+            shape = told.get("shape")
             if not isinstance(shape, list) or [type(size) for size in shape] != [int, int]:
                 raise self._unlike(state, f"says shape {shown(shape)}", "two integers")
             found[name] = tuple(shape)
         for name in self.files:
             if name.endswith(".SCB"):
                 weight = f"{name.removesuffix('SCB')}weight"
-                found[weight] = tuple(self.files[weight].get_slice(weight).get_shape())
+                if weight in self.files:  # else it is missing
+                    found[weight] = tuple(self.files[weight].get_slice(weight).get_shape())
         return found
 
     def belongs(self, name: str) -> bool:
         place, _, kind = name.rpartition(".")
-        own = name.partition(_STATE)[0] if _STATE in name else place
         if kind == "SCB" or (kind in ("weight", "weight_format") and f"{place}.SCB" in self.files):
             return True
-        return name in self._states or own in self._states
+        if _STATE in name:
+            return name.partition(_STATE)[0] in self._states
+        return name in self._states or (kind in _BESIDE and place in self._states)
 
     def described(self) -> str:
         return f"{' and '.join(self._kinds)} (bitsandbytes)"

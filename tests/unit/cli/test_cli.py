@@ -515,15 +515,15 @@ def test_every_option_of_every_drafter_has_a_meaning(run: Run) -> None:
 def test_a_warning_of_ours_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file of times that is broken: what is wrong and what is done, and no line of our source."""
     monkeypatch.setattr(measuring_module, "cache_folder", lambda: tmp_path)
-    assert run("generate", PROMPT, "--max-new-tokens", "1").status == 0
+    assert run("generate", PROMPT, "--drafter", "auto", "--max-new-tokens", "1").status == 0
     stored = min((tmp_path / "cost").iterdir())
     stored.write_text("{")
     warnings.simplefilter("default")
-    outcome = run("generate", PROMPT, "--max-new-tokens", "1")
+    outcome = run("generate", PROMPT, "--drafter", "auto", "--max-new-tokens", "1")
     assert outcome.status == 0
     first, statistics = outcome.err.splitlines()
     assert re.fullmatch(rf"warning: {re.escape(str(stored))} is no cost curve .*; measuring anew", first)
-    assert statistics.startswith("none: 1 token")
+    assert statistics.startswith("auto: 1 token")
 
 
 def test_warnings_of_others_stay_as_they_are(

@@ -186,7 +186,10 @@ def replaced(name: str, tensor: torch.Tensor) -> Any:
         (told_of({"blocksize": 48}), "says blocksize 48, and it must be one of 32, 64"),
         (told_of({"blocksize": None}), "says blocksize None"),
         (told_of({"blocksize": 128}), r"weight.absmax, \[512\] in place of \[256\] by its quant_state"),
-        (told_of({"shape": [128, 256]}), r"says shape \[128, 256\], and it must be the model's \[256, 128\]"),
+        (
+            told_of({"shape": [128, 256]}),
+            rf"1 misshapen, such as {PLACE}.weight, \[128, 256\] in place of \[256, 128\]",
+        ),
         (told_of({"nested_blocksize": 0}), "says nested_blocksize 0"),
         (told_of({"nested_dtype": "float16"}), "says nested_dtype 'float16', and it must be float32"),
         (told_of({"nested_offset": "1"}), "says nested_offset '1', and it must be a finite number"),

@@ -214,7 +214,11 @@ _TENSORS: list[tuple[str, dict[str, tuple[int, ...] | None], str]] = [
     ("llama", {"rope_freqs.weight": (DIM,)}, "has 16 numbers in rope_freqs.weight, not 8"),
     ("llama", {"blk.0.attn_q_norm.weight": (DIM,)}, "'llama' does not read here, such as blk.0.attn_q_norm.weight"),
     ("llama", {"sundry.weight": (4,)}, "does not read here, such as sundry.weight"),
-    ("llama", {"blk.2.ffn_up.weight": None}, "1 missing, such as model.layers.2.mlp.up_proj.weight"),
+    (
+        "llama",
+        {"blk.2.ffn_up.weight": None},
+        r"1 missing, such as (blk\.2\.ffn_up|model\.layers\.2\.mlp\.up_proj)\.weight",
+    ),
     ("qwen2", {"output.bias": (VOCABULARY,)}, "are biases, such as output.bias"),
     ("qwen2", {"rope_factors_long.weight": (8,)}, "scale the rotary frequencies, such as rope_factors_long.weight"),
     ("phi3", {"rope_factors_long.weight": (DIM,)}, "has 16 numbers in rope_factors_long.weight, not 8"),
