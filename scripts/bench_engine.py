@@ -32,6 +32,7 @@ from specdec import Engine, TransformersTarget
 from specdec.bench.environment import caption, describe_environment
 from specdec.bench.metrics import OVERALL, Row, measure
 from specdec.bench.oracle import OraclePoint, sweep_oracle
+from specdec.bench.own_model import keep_model
 from specdec.bench.plan import BASELINE, Plan, Spec
 from specdec.bench.records import Record
 from specdec.bench.runner import answer_prompts
@@ -159,7 +160,9 @@ def engine_of(plan: Plan, shape: str | None) -> Engine:
     model = random_model(shape, dtype, plan.device or "cpu")
     if plan.execution == "modules":
         return Engine(TransformersTarget(model))
-    return Engine.from_model(model, attention=plan.attention, execution=plan.execution)
+    engine = Engine.from_model(model, attention=plan.attention, execution=plan.execution)
+    keep_model(engine.target, model)
+    return engine
 
 
 def numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:

@@ -10,9 +10,14 @@ from specdec.models.live_model import load_model
 from specdec.models.transformers_target import TransformersTarget
 from specdec.target import Target
 
-__all__ = ["own_model"]
+__all__ = ["keep_model", "own_model"]
 
 _LOADED: WeakKeyDictionary[Target, Any] = WeakKeyDictionary()
+
+
+def keep_model(target: Target, model: Any) -> None:
+    """Let the live model that a target is a copy of be its own."""
+    _LOADED[target] = model
 
 
 def own_model(target: Target) -> Any:
