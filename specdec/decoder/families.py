@@ -63,8 +63,10 @@ def spec_of(model_type: str, settings: Settings) -> DecoderSpec:
     if (family := FAMILIES.get(model_type)) is None:
         raise UnknownDecoder(f"its model_type {shown(model_type)} is none of {', '.join(sorted(FAMILIES))}")
     settings.refuse("is_encoder_decoder")
+    if settings.get("is_causal", True) is not True:  # transformers' masks heed it, whatever the class declares
+        raise UnknownDecoder(f"{settings.where} says is_causal {shown(settings.get('is_causal'))}")
     hidden = settings.count("hidden_size")
-    cap = settings.get("final_logit_softcapping") if family.scaled else None
+    cap = settings.get("final_logit_softcapping") if settings.declares("final_logit_softcapping") else None
     spec = DecoderSpec(
         architecture=family.architecture,
         vocab=settings.count("vocab_size"),
@@ -133,6 +135,10 @@ def _qwen3_moe(settings: Settings) -> list[Layer]:
     norm = _norm(settings)
     attention = _attention(settings, bias=_biases(settings), qk_norm=norm, window=window)
     dense = Layer(attention, _gated(settings), (norm, norm))
+    if settings.get("num_experts") == 0:
+        settings.said("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        settings.said("decoder_sparse_step", "mlp_only_layers")
+        return [dense] * settings.count("num_hidden_layers")
     mixed = replace(dense, mlp=_experts(settings, "num_experts", "moe_intermediate_size"))
     every, alone = settings.count("decoder_sparse_step"), settings.get("mlp_only_layers") or ()
     numbers = range(settings.count("num_hidden_layers"))

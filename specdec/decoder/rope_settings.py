@@ -105,7 +105,7 @@ def _scaling(kind: str, read: Settings, settings: Settings, base: float, dim: in
         spread = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
         return LongRope(tuple(map(float, factors)), spread if attention is None else attention)
     fast, slow = (read.get(name) or usual for name, usual in (("beta_fast", 32), ("beta_slow", 1)))
-    whole = bool(read.get("truncate", True))
+    whole = bool(_parameters(settings).get("truncate", True))  # transformers looks beside the kinds of layers
     own = _yarn_attention(factor, read.get("mscale"), read.get("mscale_all_dim"))
     return Yarn(factor, trained, float(fast), float(slow), whole, own if attention is None else attention)
 

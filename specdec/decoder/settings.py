@@ -58,6 +58,10 @@ class Settings:
         self._read.add(key)
         return self._values.get(key, default)
 
+    def declares(self, key: str) -> bool:
+        """Whether the config's class knows a key."""
+        return self._defaults is None or key in self._defaults
+
     def count(self, key: str) -> int:
         """A number of things, from 1 on.
 

@@ -74,18 +74,19 @@ class DecoderWeights:
             self.embedding = self.head.weight if isinstance(self.head, DenseLinear) else self.head
         self.norm = self._norm(spec.head.norm, Weight("norm"))
         self.layers = [self._layer(number) for number in range(len(spec.layers))]
+        self._own = checkpoint.names.own
+        del self._checkpoint  # and with it a live model's weights, or open files
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as transformers has them, sorted by its names; what is packed or fused is made in turn."""
         every = self._named.items()
-        own = {self._checkpoint.names.own(weight): made for weight, made in every if weight.expert is None}
+        own = {self._own(weight): made for weight, made in every if weight.expert is None}
         for name in sorted(own):
             yield name, own[name]()
 
     def kernels(self) -> Iterator[tuple[list[str], Kernel]]:
         """Every product, and a table in blocks, with transformers' names of the weights in it."""
-        own = self._checkpoint.names.own
-        return (([own(weight) for weight in weights], kernel) for weights, kernel in self._kernels)
+        return (([self._own(weight) for weight in weights], kernel) for weights, kernel in self._kernels)
 
     def _layer(self, number: int) -> LayerWeights:
         spec = self._checkpoint.spec.layers[number]
@@ -185,8 +186,6 @@ class DecoderWeights:
     def _stacked(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One above the other in the decoder's dtype and on its device; one that is so already stays as it is."""
         first = tensors[0]
-        if len(tensors) == 1 and first.dtype is self._dtype and first.device == self._device:
-            return first
         rows = sum(map(len, tensors))
         found = torch.empty(rows, *first.shape[1:], dtype=self._dtype, device=self._device)
         start = 0

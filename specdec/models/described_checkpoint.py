@@ -165,7 +165,9 @@ def _described(config: Any) -> tuple[DecoderSpec, Names, Any]:
         spec_of(text.model_type, Settings({}, where=type(text).__name__))
     spec, names = spec_of(text.model_type, Settings.of(text)), FAMILIES[text.model_type].names
     ignored = list(names.ignored)
-    if text is not config:  # what is of images and sounds
+    if text is not config:  # what is of images and sounds; the whole model's config says whether its head is tied
+        tied = spec.head.tied or bool(getattr(config, "tie_word_embeddings", False))
+        spec = replace(spec, head=replace(spec.head, tied=tied))
         ignored.append(r"^(?!(model\.)?language_model\.|lm_head\.)")
     if behind := mtp_layers(text):
         ignored.append(rf"^model\.layers\.({'|'.join(map(str, behind))})\.")
@@ -185,6 +187,8 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
     method = method_of(quantisation)
     if quantisation is not None and method is None:
         return "it is quantised by a method that transformers alone reads"
+    if (named := getattr(config, "transformers_weights", None)) is not None:
+        return f"its config names the file of its weights, {shown(named)}"
     spec, names, text = _described(config)
     source: Any
     if not any((folder / name).exists() for name in _WEIGHTS):

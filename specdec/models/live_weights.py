@@ -6,10 +6,12 @@ name; and so is one whose rotary frequencies were rounded with its weights, as b
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.rope import frequencies
@@ -21,6 +23,7 @@ from specdec.runners.known_layers import why_special
 
 __all__ = ["read_live"]
 
+_MODES = ("training", "gradient_checkpointing", "activation_checkpointing", "name_or_path", "vocab_size")
 _HOMES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 
@@ -43,9 +46,29 @@ def read_live(model: PreTrainedModel) -> Checkpoint:
         chosen = getattr(module, "top_k", None)
         if chosen not in (None, *(one.mlp.chosen for one in spec.layers if isinstance(one.mlp, Experts))):
             raise UnknownDecoder(f"{name} ({type(module).__name__}) chooses {chosen} experts, not as its config says")
+    _check_numbers(model)
     _check_buffers(model, spec)
     source = TensorSource(model.state_dict(), f"this {type(model).__name__}")
     return Checkpoint(spec, FAMILIES[config.model_type].names, source)
+
+
+def _check_numbers(model: Any) -> None:
+    """Raises UnknownDecoder where parts have other numbers than those that its config would give them."""
+    if len(dtypes := {str(weight.dtype)[6:] for weight in model.parameters()}) > 1:
+        raise UnknownDecoder(f"its weights are of several dtypes: {', '.join(sorted(dtypes))}")
+    kind = model.config._attn_implementation
+    attention = ALL_ATTENTION_FUNCTIONS.get(kind)  # eager is of the class
+    if kind != "eager" and not getattr(attention, "__module__", "").startswith("transformers."):
+        raise UnknownDecoder(f"its attention is {kind!r}, which is none of transformers'")
+    with torch.device("meta"):
+        own = dict(type(model)(deepcopy(model.config)).named_modules())
+    for name, module in model.named_modules():
+        if type(module) is not type(own.get(name)):
+            raise UnknownDecoder(f"{name} is a {type(module).__name__}, and not as its class makes it")
+        for key, value in vars(own[name]).items():
+            plain = isinstance(value, bool | int | float | str) and key not in _MODES and not key.startswith("_")
+            if plain and (told := vars(module).get(key)) != value:
+                raise UnknownDecoder(f"{name or 'it'} has {key} {told}, and by its config {value}")
 
 
 def _check_buffers(model: Any, spec: DecoderSpec) -> None:

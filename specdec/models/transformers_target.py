@@ -129,7 +129,7 @@ class TransformersTarget(NotCopied, Target):
         self.head_device = device_of(head)
         self._parameters = weights_in(model)
         self._weights: str | None = None
-        self._reason = "the model was handed in, and is followed"
+        self.reason = "the model was handed in, and is followed"
         self._joints: Joints | None = None
         self.options: dict[str, Any] = {"attention": "auto", "runner": "modules"}
         self._find_parts()
@@ -254,7 +254,7 @@ class TransformersTarget(NotCopied, Target):
         model, weights = load_live(path, device_map=device_map, activations=activations, **place)
         model.requires_grad_(False)
         target = cls(model)
-        target._weights, target._reason = weights, why
+        target._weights, target.reason = weights, why
         bound_context(target, max_model_len)
         return target
 
@@ -289,7 +289,7 @@ class TransformersTarget(NotCopied, Target):
         """What to say where some of the layers are to be run."""
         return ConfigError(
             f"{asked} runs some of the target's layers, and this {self.name} is run by its own forward as a whole "
-            f"(execution 'modules': {self._reason}); run a copy of it where its layers are like Llama's "
+            f"(execution 'modules': {self.reason}); run a copy of it where its layers are like Llama's "
             "(Engine.from_model), or choose a drafter that does not, such as lookahead, medusa or eagle"
         )
 
@@ -374,7 +374,7 @@ class TransformersTarget(NotCopied, Target):
             "model": describe.model(self, self._parameters, self._weights, between),
             "execution": {
                 "runner": "modules",
-                "because": self._reason,
+                "because": self.reason,
                 "experts": None,
                 "attention": f"the model's own ({own})",
                 "batch-invariant": f"no: {self.runner.varies}; {describe.WHAT_FOLLOWS}",

@@ -48,5 +48,6 @@ def load_parallel(
         raise ConfigError(f"parallel='tensor' splits the weights of a model's own modules; leave {asked} at auto")
     model, _ = load_live(path, device=None, device_map=None, split=True, **options)
     target = TransformersTarget(model)
+    target.reason = "its weights are split over processes, as DTensors"
     bound_context(target, max_model_len)
     return cast(Target, TensorTarget(target))

@@ -22,7 +22,7 @@ FLOATS: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-"""The plain floats among the dtypes of a file, the narrow ones first."""
+"""The plain floats among the dtypes of a file."""
 
 
 def dtype_name(kind: str) -> str:
@@ -38,32 +38,34 @@ def opened_tensors(folder: Path) -> dict[str, Any]:
         CheckpointError: a file of weights is not there, or the index and the files contradict each other.
     """
     index = folder / "model.safetensors.index.json"
-    places = {str(key): str(name) for key, name in read_object(index)["weight_map"].items()} if index.exists() else None
+    sharded = index.exists() and not (folder / "model.safetensors").is_file()  # as transformers: one file is first
+    places = {str(key): str(name) for key, name in read_object(index)["weight_map"].items()} if sharded else None
     names = {*places.values()} if places is not None else {"model.safetensors"}
     for name in sorted(names):
-        if Path(name).name != name or not (folder / name).is_file():
+        if ".." in Path(name).parts or Path(name).is_absolute() or not (folder / name).is_file():
             raise CheckpointError(f"{str(folder)!r} has no {name!r}; download the checkpoint anew")
     files: dict[str, Any] = {name: safe_open(folder / name, framework="pt") for name in sorted(names)}
-    held = {name: {*file.keys()} for name, file in files.items()}
+    held = {name: dict.fromkeys(file.keys()) for name, file in files.items()}
+    every = {key: files[name] for name, keys in held.items() for key in keys}  # in transformers' order
     if places is None:
-        return {key: files[name] for name, keys in held.items() for key in keys}
+        return every
     if lost := [key for key, name in places.items() if key not in held[name]]:
         raise CheckpointError(
             f"{str(index)!r} says that {places[lost[0]]!r} has {lost[0]!r}, which it has not; download both anew"
         )
-    if loose := sorted({key for keys in held.values() for key in keys} - {*places}):
+    if loose := sorted(every.keys() - {*places}):
         raise CheckpointError(
             f"{str(folder)!r} has {len(loose)} tensors that {index.name} does not name, such as {loose[0]!r}; download "
             "the checkpoint anew"
         )
-    return {key: files[name] for key, name in places.items()}  # a tensor may be left in another file, of an older save
+    return every | {key: files[name] for key, name in places.items()}  # one may be left in another, of an older save
 
 
 class SafetensorsSource(DenseSource):
     """The tensors of a folder's files; as of :class:`specdec.decoder.weights.source.Source`.
 
     Attributes:
-        dtype: the narrowest that a tensor has.
+        dtype: of the first tensor of floats, which transformers takes for all.
 
     Raises:
         CheckpointError: a file is not there, or broken.
@@ -82,8 +84,8 @@ class SafetensorsSource(DenseSource):
         self.strange: Mapping[str, str] = {
             name: dtype_name(dtype) for name, one in headers.items() if (dtype := one.get_dtype()) not in FLOATS
         }
-        kinds = {header.get_dtype() for header in headers.values()}
-        self.dtype = next((own for name, own in FLOATS.items() if name in kinds), torch.float32)
+        kinds = (header.get_dtype() for header in headers.values())
+        self.dtype = next((FLOATS[kind] for kind in kinds if kind in FLOATS), torch.float32)
         self._pages: FilePages | None = None
 
     def read(self, name: str) -> torch.Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
 from specdec import TransformersTarget
 from specdec.drafting.registry import make_drafter
@@ -102,7 +107,8 @@ class Other(torch.nn.SiLU):
         (hooked, r"model.layers.1.mlp \(LlamaMLP\) has hooks"),
         (replaced, "model.layers.0.mlp.act_fn is a Other of tests"),
         (cast, "model.rotary_emb.inv_freq is torch.float64, and not what its config says"),
-        (scaled, "a copy of this LlamaForCausalLM computes other logits than the model itself: by"),
+        (scaled, r"model.layers.2.self_attn has scaling 0.7\d+, and by its config 0.3"),
+        (lambda model: model.model.embed_tokens.float(), "its weights are of several dtypes: float32, float64"),
     ],
 )
 def test_a_live_model_that_is_not_as_its_class_makes_it_is_refused(change: Callable[[Any], None], says: str) -> None:
@@ -110,6 +116,40 @@ def test_a_live_model_that_is_not_as_its_class_makes_it_is_refused(change: Calla
     change(model)
     with pytest.raises(TargetError, match=says):
         DescribedTarget.from_model(model)
+
+
+def test_attention_of_one_s_own_is_not_copied() -> None:
+    AttentionInterface.register("mine", sdpa_attention_forward)
+    model = models.new_model("llama")
+    model.set_attn_implementation("sdpa")
+    DescribedTarget.from_model(model)
+    AttentionInterface.register("mine", lambda *args, **more: sdpa_attention_forward(*args, **more))
+    model.set_attn_implementation("mine")
+    with pytest.raises(TargetError, match="its attention is 'mine', which is none of transformers'"):
+        DescribedTarget.from_model(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_copy_that_computes_otherwise_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As code of transformers that was replaced does; rounding alone is no reason."""
+    model = models.new_model("llama", dtype)
+    DescribedTarget.from_model(model)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda query, key, *_: (query, key))
+    with pytest.raises(TargetError, match="a copy of this LlamaForCausalLM computes other logits than the model"):
+        DescribedTarget.from_model(model)
+
+
+def test_a_copy_needs_the_model_no_more() -> None:
+    model = models.new_model("llama", torch.float32)
+    weights = [weakref.ref(weight.untyped_storage()) for weight in model.parameters()]
+    target = DescribedTarget.from_model(model)
+    before = models.logits_of(target, PROMPT)
+    for weight in model.parameters():
+        weight.data.zero_()
+    assert torch.equal(models.logits_of(target, PROMPT), before)
+    del model, weight
+    gc.collect()
+    assert not any(weight() for weight in weights)
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler works here")
