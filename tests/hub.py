@@ -36,7 +36,7 @@ class StandIn:
 
     Attributes:
         repos: repository -> revision -> its files.
-        gated: repositories that nobody may read.
+        gated: repositories without access.
         fetched: files that were asked for, of all repositories.
     """
 

@@ -60,7 +60,7 @@ _SECTIONS = {
         "drafter's whole step in plain steps; hollow ones: its tokens. A drafter gains where the hollow mark is above "
         "the filled one; their ratio is its speedup, the prefill left out.",
     ),
-    "reach": ("How far steps reach", "CTAR: the share of steps that accept at least so many draft tokens."),
+    "reach": ("How far steps reach", "CTAR: the share of steps that accept at least n draft tokens, by n."),
 }
 
 

@@ -79,7 +79,7 @@ def system_table(metrics: Metrics, columns: Sequence[str], *, texts: Mapping[str
 def tables_of(metrics: Metrics, manifest: Mapping[str, Any], audit: Audit) -> dict[str, Cells]:
     """The tables of a run, in Markdown's words: ``systems`` over all questions; ``kinds``, decoding speed relative to
     plain decoding by kind of question; ``batch``, where several were answered at once; ``time``, where it goes; and
-    ``reach``, the share of steps that accept at least so many tokens, CTAR."""
+    ``reach``, the share of steps that accept at least n tokens by n, CTAR."""
     alone = metrics.one_by_one()
     tables = {"systems": system_table(alone, _SYSTEMS, texts=audit.systems)}
     if len(metrics.groups) > 1:

@@ -121,7 +121,7 @@ class Attention:
         head_dim: of queries, keys and values.
         scale: of scores.
         rope: positions.
-        window: a row sees keys less than so many positions before it; None for all.
+        window: a row sees keys less than ``window`` positions before it; None: all keys before it.
         cap: of scores, by a tanh; 0 for none.
         qk_norm: of queries and keys before they turn; None for none.
         norms_all: these are of all heads together, else of each head.

@@ -27,7 +27,7 @@ def warm_up(
     exit_layer: int | None,
     levels: int,
 ) -> None:
-    """As :meth:`specdec.target.Target.warm_up`; ``choose_cuts``: of steps of up to so many rows."""
+    """As :meth:`specdec.target.Target.warm_up`; ``choose_cuts``: a function of the most rows of a step."""
     sizes = [1 << power for power in range(bucket(max(rows, levels)).bit_length())]
     caches = [target.new_cache(capacity=1, rows=sizes[-1]) for _ in range(bucket(sequences))]
 
