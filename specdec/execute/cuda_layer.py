@@ -28,15 +28,12 @@ __all__ = ["CudaLayer", "Together", "why_varying"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _GATE_UP = 2  # place of the product that is of two, among a layer's
-_ALIGN = 16  # bytes, to a multiple of which the kernel of products reads ahead
 
 
 def why_varying(weight: torch.Tensor) -> str | None:
     """Why the kernel of products does not support a weight, so that results depend on the rows; None if it does."""
     if weight.dtype not in _HALF:
         return f"in {str(weight.dtype).removeprefix('torch.')} products are cuBLAS's"
-    if not weight.is_contiguous() or weight.storage_offset() * weight.element_size() % _ALIGN:
-        return f"a weight of shape {list(weight.shape)} does not lie row by row"
     return None
 
 

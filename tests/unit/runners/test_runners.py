@@ -174,8 +174,8 @@ CHANGES: dict[Callable[[Any], None], str] = {
     without_weight: r"model.layers.1.mlp.up_proj is a WithoutWeight",
     parametrized: r"model.layers.1.mlp.up_proj is a Parametrized\w+",
     tensor_subclass: r"model.layers.1.mlp.up_proj \(Linear\) has a weight that is a Subclass",
-    other_activation: "computes other logits than the model itself",
-    wrapped: "tensors 3 missing",
+    other_activation: "model.layers.1.mlp.act_fn is a GELU, and not as its class makes it",
+    wrapped: "model.layers.1.mlp is a Sequential, and not as its class makes it",
 }
 
 
