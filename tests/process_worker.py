@@ -92,7 +92,7 @@ def folder_rows() -> dict[str, Any]:
 
 
 def failing(then: Callable[[], None]) -> dict[str, Any]:
-    """Rank 1 does something in the middle of a text; what the others are told."""
+    """The error that this rank gets when rank 1 calls ``then`` in the middle of a text."""
     engine = sharded(late=3.0).with_drafter("lookahead")
 
     def on_step(step: Any) -> None:

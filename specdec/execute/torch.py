@@ -46,7 +46,7 @@ class TorchExecutor:
         spec: what the decoder is.
         specs: what each layer caches.
         varies: why a row's results depend on other rows in the forward.
-        experts: how experts are run, where that is known.
+        experts: how many experts a row reads, as text; None for a decoder without experts, or in torch.
         pages: whether caches are in pages.
         pools: the pages of all texts.
         recording: what drafters on its device have their passes recorded by.
@@ -172,7 +172,7 @@ class TorchExecutor:
         return StepOutput(logits, rows.step.wanted.scored, out=hidden, hidden=found, sent=rows)
 
     def _logits(self, hidden: torch.Tensor, rows: Rows, found: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """[R, V] of the rows whose logits are wanted; adds what the head reads to ``found`` where that is wanted."""
+        """[R, V] logits of the rows that the step names. If it names ``FINAL``, ``found`` gets the head's input."""
         wanted = rows.step.wanted
         if FINAL in wanted.hidden:
             found[FINAL] = self.norm(hidden)

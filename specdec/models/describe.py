@@ -1,4 +1,4 @@
-"""What is told of a target, whatever runs it: section -> name -> value."""
+"""The parts of a target's description that do not depend on its executor: section -> name -> value."""
 
 from __future__ import annotations
 

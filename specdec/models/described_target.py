@@ -243,7 +243,7 @@ class DescribedTarget(NotCopied, Target):
         return torch_switches.steps()
 
     def check_unchanged(self) -> None:
-        """Nobody else has its weights.
+        """The weights are this target's own and stay as they are, so only the process is checked.
 
         Raises:
             ForkError: this process cannot run it, see :class:`specdec.costs.machine.Threads`.

@@ -94,11 +94,10 @@ def load_weights(
     gguf = GgufFile.read(place) if is_gguf(place) else None
     reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     spread, int8 = device_map is not None or split, activations == "int8"
-    if gguf is not None:
-        dtype = gguf.dtype if dtype == "auto" else dtype
-    else:
+    if gguf is None:
         check_folder(place)
-    if gguf is not None:
+    else:
+        dtype = gguf.dtype if dtype == "auto" else dtype
         family = str(gguf.metadata["general.architecture"])
         why = "it is spread" if spread else f"native layers do not run the architecture {family!r}"
         if int8:

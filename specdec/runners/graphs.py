@@ -266,7 +266,7 @@ class StepGraphs:
     def describe(self, backend: str) -> str:
         """What is used, or why nothing is."""
         if backend != "auto":
-            return f"not used: attention={backend!r} is told the text's length by the host; leave it at auto"
+            return f"not used: attention={backend!r} gets the text's length from the host; leave it at auto"
         if self.failed is not None:
             return f"not used: {self.failed}"
         sizes = sorted({math.prod(sizes[:-2]) for sizes, *_ in self._graphs})

@@ -440,7 +440,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(recorder: Recorder) -> 
     with target.active():
         seam.text(target).run([3] * 5)
     assert target.executor.graphs() == "one for each bucket of rows, attention by Triton; recorded: 1, of 8 rows"
-    assert "attention='flash' is told" in fused(model, attention="flash").executor.graphs()
+    assert "attention='flash' gets the text's length" in fused(model, attention="flash").executor.graphs()
     recorder.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     with pytest.warns(SpecdecWarning, match="no CUDA graph of 1 rows can be recorded: RuntimeError: operation not"):
         assert Engine(target).generate(PROMPT, 12).token_ids == expected
