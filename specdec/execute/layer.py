@@ -18,6 +18,7 @@ from specdec.decoder.rope import Angles, rotate
 from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer
 from specdec.execute.norm import RmsNorm, normed_heads
 from specdec.runners.linear import LinearKernel
+from specdec.step import device_copies
 from specdec.step.step_io import Part
 
 __all__ = ["ExpertWeights", "GatedWeights", "LayerWeights", "Mix", "layer"]
@@ -64,7 +65,15 @@ class LayerWeights:
 
 
 def layer(
-    spec: Layer, weights: LayerWeights, hidden: torch.Tensor, angles: Angles, mix: Mix, parts: Part = Part.BOTH
+    spec: Layer,
+    weights: LayerWeights,
+    hidden: torch.Tensor,
+    angles: Angles,
+    mix: Mix,
+    parts: Part = Part.BOTH,
+    *,
+    reads: torch.Tensor | None = None,
+    wanted: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """[T, D] rows through a layer, or through these of its parts.
 
@@ -75,9 +84,13 @@ def layer(
         angles: rotary positions [T, d].
         mix: attention.
         parts: what runs.
+        reads: [T, I] what queries, keys and values are made of, where that is not ``hidden`` normed (EAGLE).
+        wanted: the N rows that go on, for which ``mix`` gives [1, H, N, d]; the others are only attended to.
     """
     if parts & Part.ATTENTION:
-        mixed = _attended(spec.attention, weights, weights.before[0](hidden), angles, mix)
+        mixed = _attended(spec.attention, weights, weights.before[0](hidden) if reads is None else reads, angles, mix)
+        if wanted is not None:
+            hidden = device_copies.pick(hidden, wanted)
         hidden = _added(weights.out, mixed, hidden, weights.after and weights.after[0])
     if parts & Part.MLP:
         normed, after = weights.before[1](hidden), weights.after and weights.after[1]
@@ -94,16 +107,16 @@ def _added(product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, afte
     return product.add(rows, hidden) if after is None else hidden + after(product(rows))
 
 
-def _attended(own: Attention, weights: LayerWeights, normed: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:
-    """[T, H d] what attention gives for normed rows [T, D]."""
-    count, turning = normed.shape[0], own.heads + own.kv_heads
-    heads = weights.qkv(normed).view(1, count, -1, own.head_dim).transpose(1, 2)  # [1, H + 2 G, T, d]
+def _attended(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:
+    """[N, H d] what attention gives, for rows [T, I]."""
+    count, turning = reads.shape[0], own.heads + own.kv_heads
+    heads = weights.qkv(reads).view(1, count, -1, own.head_dim).transpose(1, 2)  # [1, H + 2 G, T, d]
     turned = heads[:, :turning]
     if weights.heads is not None:
         turned = _normed(own, turned, weights.heads)
     turned = rotate(turned, angles)
     mixed = mix(turned[:, : own.heads], turned[:, own.heads :], heads[:, turning:])
-    return mixed.transpose(1, 2).reshape(count, -1)
+    return mixed.transpose(1, 2).flatten(2)[0]
 
 
 def _normed(own: Attention, heads: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
