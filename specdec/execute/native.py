@@ -41,12 +41,14 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
         return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
     if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
         return "native layers need all layers to have the same heads"
-    if len({layer.mlp.act for layer in spec.layers}) > 1:
+    if len(acts := {layer.mlp.act for layer in spec.layers}) > 1:
         return "native layers need all layers to have the same activation"
     if any(layer.attention.rope.dim != layer.attention.head_dim for layer in spec.layers):
         return "native layers turn whole heads, and here a part of each turns"
     if any(isinstance(own := layer.mlp, Experts) and (own.router or own.shared) for layer in spec.layers):
         return "native layers choose experts by a softmax, and have none that all rows share"
+    if not acts <= {"silu", "gelu_tanh"}:
+        return f"native layers have SiLU or GELU in its tanh form, and here it is {acts.pop()}"
     head_dim, widths = spec.layers[0].attention.head_dim, {layer.mlp.width for layer in spec.layers}
     if not all(runs_heads_of(head_dim, width) for width in widths):
         return (
@@ -214,8 +216,10 @@ def _told(experts: Sequence[NativeExperts]) -> str | None:
 
 def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:
     """A layer as the library reads it; ``table``: the index of its rotary positions."""
-    attention, (first, second), mlp = own.attention, weights.before, weights.mlp
+    attention, mlp = own.attention, weights.mlp
     products: Any = (weights.qkv, weights.out)
+    norms: Any = (*weights.before, *(weights.after or ()))
+    first, second, *after = norms
     if isinstance(mlp, GatedWeights):
         products += (mlp.gate_up, mlp.down)
     return NativeLayer(
@@ -226,7 +230,7 @@ def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:
         attention.head_dim,
         attention.scale,
         weights.heads,
-        [(norm.by, norm.norm.eps) for norm in weights.after or ()],
+        [(norm.by, norm.norm.eps) for norm in after],
         attention.cap,
         table,
         _described_experts(own.mlp, mlp) if isinstance(own.mlp, Experts) else None,

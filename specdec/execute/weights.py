@@ -89,8 +89,9 @@ class DecoderWeights:
 
     def _layer(self, number: int) -> LayerWeights:
         spec = self._checkpoint.spec.layers[number]
-        before = [self._norm(norm, Weight(f"before.{part}", number)) for norm, part in _sides(spec.before)]
-        after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ())]
+        sides = _sides(spec.before)
+        before = [None if norm is None else self._norm(norm, Weight(f"before.{own}", number)) for norm, own in sides]
+        after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ()) if norm]
         qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in (_QKV, ("attention.o",)))
         mlp: GatedWeights | ExpertWeights
         if isinstance(spec.mlp, Experts):
@@ -98,8 +99,8 @@ class DecoderWeights:
         else:
             mlp = self._gated("mlp", number)
         trim_heap()
-        sides = (before[0], before[1]), (after[0], after[1]) if after else None
-        return LayerWeights(*sides, qkv, out, self._heads(number, spec.attention), mlp)
+        both = (before[0], before[1]), (after[0], after[1]) if after else None
+        return LayerWeights(*both, qkv, out, self._heads(number, spec.attention), mlp)
 
     def _gated(self, part: str, number: int) -> GatedWeights:
         gate_up = self._product(Weight(f"{part}.gate", number), Weight(f"{part}.up", number))
@@ -209,7 +210,7 @@ class DecoderWeights:
         return found
 
 
-def _sides(norms: Sequence[Norm]) -> Iterator[tuple[Norm, str]]:
+def _sides(norms: Sequence[Norm | None]) -> Iterator[tuple[Norm | None, str]]:
     return zip(norms, ("attention", "mlp"), strict=False)
 
 
