@@ -27,7 +27,7 @@ from specdec.sampling.noise import key_at
 from specdec.step.step_io import FINAL, Part, StepInput
 from specdec.step.step_output import StepOutput
 
-__all__ = ["NativeExecutor", "why_not"]
+__all__ = ["NativeExecutor", "native_layer", "why_not"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _CHAINS = 4  # so that where results are rounded to bfloat16, some of them differ in what is left
@@ -73,7 +73,7 @@ class NativeExecutor(TorchExecutor):
         super().__init__(checkpoint, dtype=dtype, device=torch.device("cpu"))
         spec, ropes = self.spec, self.spec.ropes
         layers = [
-            _described(own, weights, ropes.index(own.attention.rope))
+            native_layer(own, weights, ropes.index(own.attention.rope))
             for own, weights in zip(spec.layers, self._weights.layers, strict=True)
         ]
         self._gelu = spec.layers[0].mlp.act == "gelu_tanh"
@@ -214,8 +214,8 @@ def _told(experts: Sequence[NativeExperts]) -> str | None:
     )
 
 
-def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:
-    """A layer as the library reads it; ``table``: the index of its rotary positions."""
+def native_layer(own: Layer, weights: LayerWeights, table: int = 0) -> NativeLayer:
+    """A layer of packed products as the library reads it; ``table``: the index of its rotary positions."""
     attention, mlp = own.attention, weights.mlp
     products: Any = (weights.qkv, weights.out)
     norms: Any = (*weights.before, *(weights.after or ()))
