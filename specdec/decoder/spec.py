@@ -26,6 +26,7 @@ __all__ = [
     "Norm",
     "Rope",
     "RopeScaling",
+    "Sigmoid",
     "UnknownDecoder",
     "Yarn",
 ]
@@ -154,10 +155,27 @@ class Gated:
 
 
 @dataclass(frozen=True, slots=True)
+class Sigmoid:
+    """Experts are chosen by the sigmoid of a logit plus a bias; shares are without it (DeepSeek-V3, arXiv 2412.19437).
+
+    Only those in the ``best`` of ``groups`` equal groups are, by the sum of each group's two largest. Shares are
+    multiplied by ``scale``.
+    """
+
+    groups: int
+    best: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Gated MLPs without biases, of which each row has the ``chosen`` likeliest of ``count``.
 
-    A router's softmax says how likely. ``norm``: the shares of a row's experts add up to one, else those of all do.
+    Attributes:
+        act, width, count, chosen: as said.
+        norm: the shares of a row's experts add up to one; else they are what the router says.
+        router: what says how likely; None for the softmax of a logit for each.
+        shared: width of one more, which each row has in full; 0 for none.
     """
 
     act: Activation
@@ -165,6 +183,8 @@ class Experts:
     count: int
     chosen: int
     norm: bool
+    router: Sigmoid | None = None
+    shared: int = 0
 
 
 Mlp = Gated | Experts

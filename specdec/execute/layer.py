@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer
+from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer, Sigmoid
 from specdec.execute.norm import normed_heads
 from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step import device_copies
@@ -58,10 +58,19 @@ class GatedWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """``router``: [D] to a logit for each expert."""
+    """Of all experts.
+
+    Attributes:
+        router: [D] to a logit for each expert.
+        each: of each.
+        bias: [E] what is added when experts are chosen by sigmoids, in full precision, as the router then is.
+        shared: of the one that each row has, if any.
+    """
 
     router: LinearKernel
     each: Sequence[GatedWeights]
+    bias: torch.Tensor | None = None
+    shared: GatedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,15 +219,37 @@ def _gated(act: Activation, weights: GatedWeights, normed: torch.Tensor) -> torc
 
 def _by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tensor:
     """[T, D] the sum of what each row's experts give, by their shares."""
-    logits = weights.router(normed)
-    shares = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    shares, chosen = shares.topk(spec.chosen, -1)
+    if spec.router is None:
+        logits = weights.router(normed)
+        shares = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        shares, chosen = shares.topk(spec.chosen, -1)
+    else:
+        shares, chosen = _by_sigmoids(spec.router, spec.chosen, weights, normed)
     if spec.norm:
         shares = shares / shares.sum(-1, keepdim=True)
-    total = torch.zeros_like(normed)
+    if spec.router is not None:
+        shares = shares * spec.router.scale
+    shared = weights.shared
+    total = torch.zeros_like(normed) if shared is None else shared.down(_gated(spec.act, shared, normed))
     for number in sorted({*chosen.flatten().tolist()}):
         rows, rank = torch.where(chosen == number)
         expert = weights.each[number]
         own = expert.down(_gated(spec.act, expert, normed[rows])) * shares[rows, rank, None]
         total = total.index_add(0, rows, own.to(total.dtype))
     return total
+
+
+def _by_sigmoids(
+    own: Sigmoid, count: int, weights: ExpertWeights, normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, count] sigmoids of the experts that are chosen, and their numbers."""
+    found = weights.router(normed.to(torch.promote_types(normed.dtype, torch.float32))).sigmoid()
+    assert weights.bias is not None
+    ranked = found + weights.bias
+    if own.best < own.groups:
+        groups = ranked.view(len(ranked), own.groups, -1)
+        best = groups.topk(2, -1).values.sum(-1).topk(own.best, -1).indices
+        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        ranked = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).view(ranked.shape)
+    chosen = ranked.topk(count, -1).indices
+    return found.gather(-1, chosen), chosen

@@ -43,6 +43,10 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
         return "native layers need all layers to have the same heads"
     if len(acts := {layer.mlp.act for layer in spec.layers}) > 1:
         return "native layers need all layers to have the same activation"
+    if any(layer.attention.rope.dim != layer.attention.head_dim for layer in spec.layers):
+        return "native layers turn whole heads, and here a part of each turns"
+    if any(isinstance(own := layer.mlp, Experts) and (own.router or own.shared) for layer in spec.layers):
+        return "native layers choose experts by a softmax, and have none that all rows share"
     if not acts <= {"silu", "gelu_tanh"}:
         return f"native layers have SiLU or GELU in its tanh form, and here it is {acts.pop()}"
     head_dim, widths = spec.layers[0].attention.head_dim, {layer.mlp.width for layer in spec.layers}

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from specdec.decoder.names import FUSED, Weight
+from specdec.decoder.names import CHOICE, FUSED, Weight
 from specdec.decoder.spec import Attention, Experts, Norm
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights
@@ -24,7 +24,6 @@ __all__ = ["DecoderWeights", "Kernel", "rows_of"]
 
 Kernel = DenseLinear | PackedWeight
 _QKV = ("attention.q", "attention.k", "attention.v")
-_GATE_UP = ("mlp.gate", "mlp.up")
 
 
 def rows_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor:
@@ -96,13 +95,27 @@ class DecoderWeights:
         qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in (_QKV, ("attention.o",)))
         mlp: GatedWeights | ExpertWeights
         if isinstance(spec.mlp, Experts):
-            mlp = ExpertWeights(self._product(Weight("experts.router", number)), self._experts(number))
+            mlp = self._mixture(number, spec.mlp)
         else:
-            gate_up = self._product(*(Weight(part, number) for part in _GATE_UP))
-            mlp = GatedWeights(gate_up, self._product(Weight("mlp.down", number)))
+            mlp = self._gated("mlp", number)
         trim_heap()
         both = (before[0], before[1]), (after[0], after[1]) if after else None
         return LayerWeights(*both, qkv, out, self._heads(number, spec.attention), mlp)
+
+    def _gated(self, part: str, number: int) -> GatedWeights:
+        gate_up = self._product(Weight(f"{part}.gate", number), Weight(f"{part}.up", number))
+        return GatedWeights(gate_up, self._product(Weight(f"{part}.down", number)))
+
+    def _mixture(self, number: int, own: Experts) -> ExpertWeights:
+        place = Weight("experts.router", number)
+        if own.router is None:
+            router, bias = self._product(place), None
+        else:
+            full = torch.promote_types(self._dtype, torch.float32)
+            router = DenseLinear(self._alone(place).to(full))
+            bias = self._checkpoint.read(place._replace(kind=CHOICE)).to(self._device, full)
+        each = self._experts(number)
+        return ExpertWeights(router, each, bias, self._gated("shared", number) if own.shared else None)
 
     def _norm(self, norm: Norm, weight: Weight) -> RmsNorm:
         return RmsNorm(norm, self._alone(weight))

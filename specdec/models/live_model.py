@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdec.decoder.names import FUSED, Weight
+from specdec.decoder.names import CHOICE, FUSED, Weight
 from specdec.models.described_checkpoint import DescribedCheckpoint
 from specdec.models.loading import load_weights
 from specdec.step import torch_switches
@@ -64,7 +64,8 @@ def _filled(found: DescribedCheckpoint) -> PreTrainedModel:
     state = dict[str, torch.Tensor]()
     for weight in checkpoint.shapes:
         if weight.expert is None and checkpoint.has(weight):
-            state[checkpoint.names.own(weight)] = checkpoint.read(weight).to(found.dtype)
+            kind = torch.float32 if weight.kind == CHOICE else found.dtype  # as its class keeps it
+            state[checkpoint.names.own(weight)] = checkpoint.read(weight).to(kind)
     for layer in range(len(checkpoint.spec.layers)):
         for part in FUSED if checkpoint.experts_in(layer) else ():
             each = [torch.cat([*tensors]).to(found.dtype) for tensors in checkpoint.experts(layer, part)]

@@ -48,6 +48,8 @@ REFUSED = {
     "mixtral": "layers.0.mlp is Experts",
     "olmoe": "layers.0.attention.norms_all is True",
     "qwen3_moe": "layers.0.mlp is Experts",
+    "mellum": "layers.0.mlp is Experts",
+    "glm4_moe": "layers.0.attention.rope.dim is 8",
 }
 
 
