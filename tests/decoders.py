@@ -23,7 +23,7 @@ from tests import models
 
 __all__ = ["ALL", "BIASED", "Decoder", "checkpoint_of", "new_model", "reference_logits", "spec_of_config", "unrounded"]
 
-ALL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mixtral", "olmoe", "qwen3_moe")
+ALL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "lfm2", "mixtral", "olmoe", "qwen3_moe")
 """Families that have a spec."""
 BIASED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -33,6 +33,7 @@ BIASED: dict[str, dict[str, Any]] = {
     "gemma": {"attention_bias": True, "tie_word_embeddings": True},
     "gemma2": {"attention_bias": True, "final_logit_softcapping": None, "query_pre_attn_scalar": 9},
     "gemma3": {"attention_bias": True, "final_logit_softcapping": 7.0, "attn_logit_softcapping": 3.0},
+    "lfm2": {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
     "mixtral": {"sliding_window": 6, "head_dim": 16},
     "olmoe": {"attention_bias": True, "norm_topk_prob": True},
     "qwen3_moe": {"attention_bias": True, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 6},

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer
+from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer, Mixer
 from specdec.execute.norm import RmsNorm, normed_heads
 from specdec.runners.linear import LinearKernel
 from specdec.step import device_copies
@@ -23,8 +23,9 @@ from specdec.step.step_io import Part
 
 __all__ = ["ExpertWeights", "GatedWeights", "LayerWeights", "Mix", "layer"]
 
-Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]."""
+Mix = Callable[..., torch.Tensor]
+"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]. Of a
+convolution: inputs [T, D] -> convolved [T, D]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +51,11 @@ class LayerWeights:
     Attributes:
         before: norms of what attention and the MLP read.
         after: norms of what they add, where the layer has these.
-        qkv: queries, keys and values in one product.
-        out: after attention.
+        qkv: queries, keys and values in one product; of a convolution its two gates and what they are between.
+        out: after the mixer.
         heads: [H + G, 1, d] norms of queries and keys, offset included, where the layer has these.
         mlp: of one MLP, or of experts.
+        taps: [W, D] of a convolution, the oldest first, and its bias [D], if it has one.
     """
 
     before: tuple[RmsNorm, RmsNorm]
@@ -62,13 +64,14 @@ class LayerWeights:
     out: LinearKernel
     heads: torch.Tensor | None
     mlp: GatedWeights | ExpertWeights
+    taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
 
 def layer(
     spec: Layer,
     weights: LayerWeights,
     hidden: torch.Tensor,
-    angles: Angles,
+    angles: Angles | None,
     mix: Mix,
     parts: Part = Part.BOTH,
     *,
@@ -81,14 +84,14 @@ def layer(
         spec: what it computes.
         weights: by what.
         hidden: [T, D].
-        angles: rotary positions [T, d].
-        mix: attention.
+        angles: rotary positions [T, d]; not read by a convolution.
+        mix: attention, or the convolution.
         parts: what runs.
         reads: [T, I] what queries, keys and values are made of, where that is not ``hidden`` normed (EAGLE).
         wanted: the N rows that go on, for which ``mix`` gives [1, H, N, d]; the others are only attended to.
     """
     if parts & Part.ATTENTION:
-        mixed = _attended(spec.attention, weights, weights.before[0](hidden) if reads is None else reads, angles, mix)
+        mixed = _mixed(spec.mixer, weights, weights.before[0](hidden) if reads is None else reads, angles, mix)
         if wanted is not None:
             hidden = device_copies.pick(hidden, wanted)
         hidden = _added(weights.out, mixed, hidden, weights.after and weights.after[0])
@@ -105,6 +108,15 @@ def layer(
 def _added(product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, after: RmsNorm | None) -> torch.Tensor:
     """``hidden`` plus the product, which may be normed."""
     return product.add(rows, hidden) if after is None else hidden + after(product(rows))
+
+
+def _mixed(own: Mixer, weights: LayerWeights, reads: torch.Tensor, angles: Angles | None, mix: Mix) -> torch.Tensor:
+    """What attention gives, or a convolution [T, D], for rows [T, I]."""
+    if isinstance(own, Attention):
+        assert angles is not None
+        return _attended(own, weights, reads, angles, mix)
+    before, after, inputs = weights.qkv(reads).chunk(3, -1)
+    return after * mix(before * inputs)
 
 
 def _attended(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:

@@ -92,7 +92,9 @@ class DecoderWeights:
         spec = self._checkpoint.spec.layers[number]
         before = [self._norm(norm, Weight(f"before.{part}", number)) for norm, part in _sides(spec.before)]
         after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ())]
-        qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in (_QKV, ("attention.o",)))
+        attends = isinstance(spec.mixer, Attention)
+        both = (_QKV, ("attention.o",)) if attends else (("conv.in",), ("conv.out",))
+        qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in both)
         mlp: GatedWeights | ExpertWeights
         if isinstance(spec.mlp, Experts):
             mlp = ExpertWeights(self._product(Weight("experts.router", number)), self._experts(number))
@@ -101,7 +103,8 @@ class DecoderWeights:
             mlp = GatedWeights(gate_up, self._product(Weight("mlp.down", number)))
         trim_heap()
         sides = (before[0], before[1]), (after[0], after[1]) if after else None
-        return LayerWeights(*sides, qkv, out, self._heads(number, spec.attention), mlp)
+        heads, taps = (self._heads(number, spec.attention), None) if attends else (None, self._taps(number))
+        return LayerWeights(*sides, qkv, out, heads, mlp, taps)
 
     def _norm(self, norm: Norm, weight: Weight) -> RmsNorm:
         return RmsNorm(norm, self._alone(weight))
@@ -171,6 +174,14 @@ class DecoderWeights:
         if self._kernel is not PackedWeight or not all(map(self._checkpoint.has, first)):
             return False
         return all(self._checkpoint.blocks(weight) is not None for weight in first)
+
+    def _taps(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[W, D] and [D] what a convolution multiplies by and adds, in float32 at least."""
+        weight = Weight("conv.taps", number)
+        bias = self._alone(own) if self._checkpoint.has(own := weight._replace(kind="bias")) else None
+        wide = torch.promote_types(self._dtype, torch.float32)
+        taps = self._alone(weight)[:, 0].t().to(wide).contiguous()
+        return taps, None if bias is None else bias.to(wide)
 
     def _heads(self, number: int, own: Attention) -> torch.Tensor | None:
         """[H + G, 1, d] what queries and keys are multiplied by when they are normed."""
