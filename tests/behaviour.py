@@ -2,10 +2,12 @@
 
     python -m tests.behaviour record     # writes tests/behaviour.json, beside what other kinds of arithmetic have there
     python -m tests.behaviour compare    # exits with 1 where something is another now, and names it
+    python -m tests.behaviour dump FILE  # writes the drafts themselves as JSON, to compare chances of two checkouts
 
 Digests, by executor, format and family: of the logits and hidden states of 1, 4, 7 and 17 rows of a chain, of a
-tree and of several texts in one forward; and for each drafter, step by step, of its draft (tokens, parents, chances)
-with the path that was accepted. Numbers are compared to the bit, so they stand under the arithmetic that made them.
+tree and of several texts in one forward; and for each drafter, step by step, of its draft (tokens, parents and the path
+that was accepted) and, behind a slash, of the draft's chances. Numbers are compared to the bit, so they stand under the
+arithmetic that made them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
 from specdec.step.step_output import StepOutput
 from specdec.target import FINAL
-from tests import models, seam
+from tests import heads, models, seam
 from tests.exactness.cases import Case, draw
 from tests.exactness.targets import Targets, engine_of
 from tests.fakes import Spy
@@ -49,9 +51,13 @@ KINDS = (
     ("native", "mixed", ("llama", "gemma3")),
 )
 DRAFTED = ("llama", "gemma3", "qwen2", "qwen3_moe")  # families whose drafts are recorded
+WIDE = (("native", "float32"), ("native", "bfloat16"))  # where heads that the library runs are tried
 WHOLE = ("modules", "bfloat16")  # where drafters are tried with all of their options, of llama
+IN_C = ("eagle", "dflash")  # drafters whose heads the library runs where their attention's heads are wide enough
 TREE = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
 PROMPT, NEW = (3, 9, 4, 3, 9, 4, 11, 3, 9), 12
+Step = tuple[list[int], list[int], list[int], list[float]]
+"""A draft's tokens and parents, the path that was accepted, and the draft's chances."""
 
 
 def kind_of_arithmetic() -> str:
@@ -94,36 +100,52 @@ def forwards(target: Any) -> str:
     return " ".join(found)
 
 
-def drafts(target: Any, settings: Any, sampling: SamplingParams | None) -> str:
-    """Of each step of a text."""
-    drafted, found = list[Draft](), list[str]()
+def drafts(target: Any, settings: Any, sampling: SamplingParams | None) -> tuple[list[Step], list[int]]:
+    """Each step of a text, and the text."""
+    drafted, found = list[Draft](), list[Step]()
 
     def seen(context: Context, step: Observation) -> None:
         if step.draft is not None:
             draft = drafted[-1]
-            found.append(digest(draft.tokens, draft.parents, draft.hints.chances, step.path))
+            found.append(([*draft.tokens], [*draft.parents], [*step.path], [*draft.hints.chances]))
 
     spy = Spy(make_drafter(settings, target), drafted.append, seen)
     out = engine_of(target, spy, max_rows=24).generate(PROMPT, NEW, sampling)
-    return " ".join((*found, digest(out.token_ids)))
+    return found, [*out.token_ids]
 
 
-def behaviour(targets: Targets) -> Iterator[tuple[str, str]]:
-    """Each name with its digests."""
+def told(steps: list[Step], text: list[int]) -> str:
+    """Digests of them."""
+    return " ".join((*(f"{digest(*step[:3])}/{digest(step[3])}" for step in steps), digest(text)))
+
+
+def behaviour(targets: Targets, only: Sequence[str] = (), tried: int = 1) -> Iterator[tuple[str, Any]]:
+    """Each name with its digest, or with its drafts.
+
+    Args:
+        targets: what is run.
+        only: drafters, without forwards; empty for all.
+        tried: how many options of each drafter.
+    """
     base: Case = replace(draw(0), activations="default", sampling="greedy", setting=0)
     hot = SamplingParams(temperature=0.8, seed=3)
     for executor, form, families in KINDS:
+        if only and (executor, form) not in WIDE:
+            continue
         for family in families:
+            if only and family not in DRAFTED:
+                continue
             case = replace(base, executor=executor, format=form, family=family)
             target, place = targets.of(case), f"{executor} {form} {family}"
-            yield f"{place}: forwards", forwards(target)
+            if not only:
+                yield f"{place}: forwards", forwards(target)
             if family not in DRAFTED and len(families) > 2:
                 continue
-            for number, drafter in enumerate(drafter_names()):
+            for number, drafter in enumerate(only or drafter_names()):
                 if executor == "modules" and drafter in models.OF_LAYERS:
                     continue
-                tried = 5 if family == "llama" and {executor, form} & {*WHOLE} else 1
-                settings = [targets.settings(replace(case, setting=one), target, drafter) for one in range(tried)]
+                most = 5 if family == "llama" and {executor, form} & {*WHOLE} else tried
+                settings = [targets.settings(replace(case, setting=one), target, drafter) for one in range(most)]
                 for one, chosen in enumerate(
                     each for place, each in enumerate(settings) if each not in settings[:place]
                 ):
@@ -131,12 +153,31 @@ def behaviour(targets: Targets) -> Iterator[tuple[str, str]]:
                     yield f"{place}: {drafter} {one}{' drawn' if sampling else ''}", drafts(target, chosen, sampling)
 
 
+def everything(folder: Path) -> Iterator[tuple[str, Any]]:
+    """All of it; at last heads that the library runs."""
+    yield from behaviour(Targets(folder))
+    narrow, wide = heads.WIDTHS["head_dim"], folder / "wide"
+    wide.mkdir()
+    heads.WIDTHS["head_dim"] = 16
+    try:
+        for name, found in behaviour(Targets(wide), IN_C, 5):
+            yield f"heads of 16: {name}", found
+    finally:
+        heads.WIDTHS["head_dim"] = narrow
+
+
 def main() -> int:
     torch.set_num_threads(1)
     known: dict[str, dict[str, str]] = json.loads(FILE.read_text()) if FILE.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        now = dict(behaviour(Targets(Path(folder))))
+        found = dict(everything(Path(folder)))
     kind = kind_of_arithmetic()
+    if sys.argv[1:2] == ["dump"]:
+        raw = {name: own for name, own in found.items() if not isinstance(own, str)}
+        Path(sys.argv[2]).write_text(json.dumps(raw), encoding="utf-8")
+        print(f"drafts of {len(raw)} in {sys.argv[2]}, by {kind}")
+        return 0
+    now = {name: own if isinstance(own, str) else told(*own) for name, own in found.items()}
     if sys.argv[1:] == ["record"]:
         whole = {**known, kind: now}
         beside = FILE.with_name(f".{FILE.name}.{os.getpid()}")

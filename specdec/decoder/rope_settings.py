@@ -11,7 +11,7 @@ from specdec.decoder.settings import Settings
 from specdec.decoder.spec import Dynamic, Linear, Llama3, LongRope, Rope, RopeScaling, UnknownDecoder, Yarn
 from specdec.errors import CheckpointError, SpecdecWarning, shown
 
-__all__ = ["read_rope", "read_ropes", "rope_context"]
+__all__ = ["read_rope", "read_ropes", "rope_context", "rope_depends_on_length", "rope_kinds"]
 
 _KEYS = ("rope_type", "type", "rope_theta")
 _BY_TYPE: Mapping[str, tuple[str, ...]] = {
@@ -47,10 +47,23 @@ def read_ropes(settings: Settings, head_dim: int, kinds: tuple[str, ...]) -> dic
 def rope_context(settings: Settings) -> int:
     """Longest text in tokens. Where frequencies depend on the length, the length up to which they do not."""
     longest = settings.count("max_position_embeddings")
-    own = _parameters(settings)
-    kinds = [values for values in own.values() if isinstance(values, Mapping)] or [own]
-    limits = [one.get("original_max_position_embeddings") for one in kinds if _kind(one) in ("dynamic", "longrope")]
+    changing = filter(rope_depends_on_length, _kinds(_parameters(settings)))
+    limits = [one.get("original_max_position_embeddings") for one in changing]
     return min([longest, *(int(limit) for limit in limits if limit)])
+
+
+def rope_kinds(config: Any) -> list[Mapping[str, Any]]:
+    """The rope parameters of each kind of attention in a config; one entry where all layers share them."""
+    return _kinds(getattr(config, "rope_parameters", None) or {})
+
+
+def rope_depends_on_length(own: Mapping[str, Any]) -> bool:
+    """Whether frequencies change with the length of the text."""
+    return "dynamic" in _kind(own) or _kind(own) == "longrope"
+
+
+def _kinds(own: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [values for values in own.values() if isinstance(values, Mapping)] or [own]
 
 
 def _parameters(settings: Settings) -> Mapping[str, Any]:

@@ -64,12 +64,21 @@ class KeptText:
                 self.known[layer] = end
 
     def shared(self, other: KeptText) -> int:
-        """How many tokens a text that begins now has in common with this one, and may copy; its last is the root."""
+        """How many tokens of this one a text that begins now may copy and go on from; its last is the root."""
         if self.target is not other.target or self.version != other.version:
             return 0
         # A text that was interrupted in the middle of a step may have committed more than it noted, or less.
         known = self.cache.length if other.forgoes else min(self.cache.length, self._seen(other.taps))
-        return min(alike(self.tokens, other.tokens), len(other.tokens) - 1, known)
+        most = min(alike(self.tokens, other.tokens), len(other.tokens) - 1, known)
+        return other.cache.points(self.cache, most)
+
+    def give(self, other: KeptText) -> dict[int, torch.Tensor] | None:
+        """Fill a new text's empty cache with what it has in common; the hidden states that are known of these tokens.
+
+        None where there is nothing to give.
+        """
+        count = self.shared(other)
+        return self.hidden(other.taps, count) if count and other.cache.take(self.cache, count) else None
 
     def hidden(self, layers: Collection[int], count: int) -> dict[int, torch.Tensor]:
         """Hidden states [n, D] of the first n <= ``count`` tokens of which all these layers' are known."""
@@ -137,8 +146,6 @@ class PrefixCache(NotCopied):
         """
         text = KeptText(target, target.version(), cache, tokens, {layer: [] for layer in taps}, forgoes=forgoes)
         former, self._kept = self._kept, text
-        count = 0 if former is None else former.shared(text)
-        if former is None or not count or not cache.take(former.cache, count):
-            return text, {}
-        text.begin(hidden := former.hidden(taps, count))
-        return text, hidden
+        hidden = former and former.give(text)
+        text.begin(hidden or {})
+        return text, hidden or {}

@@ -5,9 +5,10 @@ the hidden states that drafters read. A new text walks down as far as its tokens
 copy from a text that is still being decoded. A text that ends adds to the tree what is missing. When the tree is full,
 the least recently used leaf is removed.
 
-The rules are those of :mod:`specdec.engine.prefix_cache`: slots are copied one by one. For layers with a sliding window
-a node holds the keys that were left; if these lack a key that the next token sees, the text starts from a shorter
-beginning. After a change of the model the tree starts empty.
+The rules are those of :mod:`specdec.engine.prefix_cache`, and nodes give their keys as a running text's cache does
+(:class:`specdec.step.cache.Known`). For layers with a sliding window a node holds the keys that were left; if these
+lack a key that the next token sees, the text starts from a shorter beginning. After a change of the model the tree
+starts empty.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 
 from specdec.engine.prefix_cache import KeptText, PrefixCache, alike
 from specdec.settings.parsing import check_positive
-from specdec.step.cache import KVCache
-from specdec.step.slots import Slots
+from specdec.step.cache import KVCache, LayerState
+from specdec.step.state import Piece
 from specdec.target import Target
 
 __all__ = ["PrefixTree"]
@@ -39,7 +40,7 @@ class _Piece:
     values: torch.Tensor
 
     @classmethod
-    def of(cls, group: Slots, start: int, end: int) -> _Piece:
+    def of(cls, group: LayerState, start: int, end: int) -> _Piece:
         """A copy of what a cache holds of the positions [start, end)."""
         first = min(max(start, group.first), end)
         return cls(*group.read(first, end))
@@ -252,18 +253,15 @@ class PrefixTree(PrefixCache):
         """Fill a text's empty cache with the longest beginning that is known; the hidden states of these tokens."""
         path, count = self._path(text)
         for running in sorted(self._running, key=lambda one: one.known.shared(text), reverse=True):
-            known = running.known
-            shared = known.shared(text)
-            if shared <= count:
+            if running.known.shared(text) <= count:
                 break
-            if text.cache.take(known.cache, shared):
-                return known.hidden(text.taps, shared)
+            if (hidden := running.known.give(text)) is not None:
+                return hidden
         self._clock += 1
         for node in path:
             node.used = self._clock
-        if not count:
+        if not count or not text.cache.take(_Path(path), count):
             return {}
-        _fill(text.cache, path, count)
         seen = [*takewhile(lambda node: text.taps.keys() <= node.taps.keys(), path)]
         return {layer: torch.cat([node.taps[layer] for node in seen])[:count] for layer in text.taps if seen}
 
@@ -283,7 +281,7 @@ class PrefixTree(PrefixCache):
             counts.append(size)
             if shared < len(child.tokens):
                 break
-        while path and not _holds(text.cache, path, counts[-1]):
+        while path and text.cache.points(_Path(path), counts[-1]) < counts[-1]:
             path.pop()
             counts.pop()
         return path, counts[-1] if counts else 0
@@ -363,34 +361,25 @@ def _below(root: _Node) -> Iterator[_Node]:
         yield node
 
 
-def _held_from(path: Sequence[_Node], group: int, count: int) -> int:
-    """The first position from which on a path has all keys of a group of layers, up to the ``count``-th."""
-    for node in reversed(path):
-        missing = len(node.tokens) - node.pieces[group].size
-        if missing:
-            return min(node.start + missing, count)
-    return 0
+class _Path:
+    """Nodes one below the other, as what is known of a text."""
+
+    def __init__(self, nodes: Sequence[_Node]) -> None:
+        self.groups = [_Pieces(nodes, place) for place in range(len(nodes[0].pieces))]
 
 
-def _holds(cache: KVCache, path: Sequence[_Node], count: int) -> bool:
-    """Whether a path holds what the token at position ``count`` sees."""
-    return all(
-        _held_from(path, place, count) <= (0 if group.window is None else max(0, count - group.window + 1))
-        for place, group in enumerate(cache.groups)
-    )
+class _Pieces:
+    """What a path has of one group of layers."""
 
+    def __init__(self, nodes: Sequence[_Node], place: int) -> None:
+        self._pieces = [(node.start, node.end, node.pieces[place]) for node in nodes]
+        lacking = ((end - piece.size, start) for start, end, piece in reversed(self._pieces))
+        self.first = next((held for held, start in lacking if held > start), 0)
 
-def _fill(cache: KVCache, path: Sequence[_Node], count: int) -> None:
-    """Have the first ``count`` tokens of a path in an empty cache, of rings as many as it has and there is room for."""
-    cache.grow(count)
-    for place, group in enumerate(cache.groups):
-        group.first = first = max(_held_from(path, place, count), count - group.limit)
-        if first:  # masked slots are read too, and what is in them must be numbers
-            group.clear()
-        for node in path:
-            piece, start, end = node.pieces[place], max(first, node.start), min(node.end, count)
-            if start >= end:
-                continue
-            offset = start - (node.end - piece.size)
-            group.fill(start, *(store.narrow(3, offset, end - start) for store in (piece.keys, piece.values)))
-    cache.length = cache.written = count
+    def parts(self, first: int, last: int) -> Iterator[Piece]:
+        for begin, end, piece in self._pieces:
+            start, stop = max(first, begin), min(end, last)
+            if start < stop:
+                offset = start - (end - piece.size)
+                keys, values = (store.narrow(3, offset, stop - start) for store in (piece.keys, piece.values))
+                yield start, keys, values

@@ -27,7 +27,7 @@ from specdec.step.cache import KVCache
 from specdec.step.first_time import FirstTimes
 from specdec.step.joining import beginning
 from specdec.step.pages import PagePool
-from specdec.step.slots import LayerSpec
+from specdec.step.state import LayerSpec
 from specdec.step.step_io import FINAL, NOTHING, Entering, Part, StepInput, Wanted
 from specdec.step.step_output import StepOutput
 
@@ -112,6 +112,10 @@ class TorchExecutor:
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
         return KVCache(self.specs, capacity=capacity, rows=rows)
+
+    def most_bytes(self, *, capacity: int, rows: int, drafted: int) -> int:
+        """Bytes that such a cache may come to hold; ``drafted``: most rows behind the text's end."""
+        return KVCache.most_bytes(self.specs, capacity=capacity, rows=rows)
 
     def run(self, step: StepInput) -> StepOutput:
         """Run rows of one sequence or several, as ``step`` says."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.decoder.rope_settings import rope_depends_on_length, rope_kinds
 from specdec.errors import TargetError
-from specdec.runners.rotary import rope_depends_on_length, rope_kinds
 from specdec.settings.validation import fitting
 
 __all__ = [

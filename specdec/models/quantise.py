@@ -16,6 +16,7 @@ from warnings import warn
 
 import numpy as np
 
+from specdec.decoder.rope_settings import rope_kinds
 from specdec.errors import CheckpointError, ConfigError, SpecdecWarning, first_line
 from specdec.models.described_checkpoint import DescribedCheckpoint
 from specdec.models.gguf import require_gguf
@@ -26,7 +27,6 @@ from specdec.models.gguf_writer import add_settings, add_weights
 from specdec.models.inspection import eos_ids_of
 from specdec.models.live_model import load_model
 from specdec.models.tokenizer import load_tokenizer
-from specdec.runners.rotary import rope_kinds
 from specdec.settings.files import refuse_existing, replacing
 from specdec.step import torch_switches
 

@@ -18,8 +18,7 @@ import torch
 from specdec.errors import TargetError
 from specdec.runners.visibility import Layout, slot_ranges
 from specdec.step import device_copies
-from specdec.step.pages import PagedSlots
-from specdec.step.slots import ContiguousSlots, Slices, Slots
+from specdec.step.state import LayerState
 from specdec.step.step_io import StepInput
 from specdec.step.tree import ancestors
 
@@ -53,7 +52,6 @@ class TextRows:
         self.depths = step.depths[begin:end]
         self.number, self.device, self.backend = number, device or _HOST, backend
         self._step = step
-        self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
 
@@ -92,14 +90,7 @@ class TextRows:
         """Keys and values [1, heads, slots, dim] that a layer's rows may see, and the mask over them."""
         group = self.cache.group_of[layer]
         span, mask = self.mask(group, dtype)
-        place = self.cache.index_in_group[layer]
-        if isinstance(group, PagedSlots):  # a copy, so it is made behind each layer's storing
-            return *group.of_layer(place, *span), mask
-        found = self._seen.get(id(group))
-        if found is None:
-            assert isinstance(group, ContiguousSlots)
-            found = self._seen[id(group)] = (span, *group.slices(span[0], span[1] - span[0]))
-        return found[1][place], found[2][place], mask
+        return *group.of_layer(self.cache.index_in_group[layer], *span), mask
 
     def seen(self, keys: int, device: torch.device) -> torch.Tensor:
         """[T, keys] bool: which of the last ``keys`` rows of the tree each row sees."""
@@ -109,14 +100,14 @@ class TextRows:
             closure = torch.from_numpy(ancestors(self.parents)).to(device)
         return closure[self.first :, self.last - keys :]
 
-    def mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
+    def mask(self, group: LayerState, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
         """Slots [first, last) to attend over, and an additive mask [T, slots]; None where all rows see all slots."""
         key = (id(group), dtype)
         if key not in self._masks:
             self._masks[key] = self._mask(group, dtype)
         return self._masks[key]
 
-    def _mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
+    def _mask(self, group: LayerState, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
         layout = self.layout(group, dtype)
         tail, prefix = layout.tail, layout.prefix
         if layout.mask is None and not layout.causal and isinstance(tail, tuple):
@@ -133,14 +124,14 @@ class TextRows:
         mask[:, slice(*tail) if isinstance(tail, tuple) else tail] = seen
         return (0, size), mask
 
-    def layout(self, group: Slots, dtype: torch.dtype) -> Layout:
+    def layout(self, group: LayerState, dtype: torch.dtype) -> Layout:
         """The slots to attend over in two parts: those that every row sees, and a tail that needs a mask."""
         key = (id(group), dtype)
         if key not in self._layouts:
             self._layouts[key] = self._layout(group, dtype)
         return self._layouts[key]
 
-    def _layout(self, group: Slots, dtype: torch.dtype) -> Layout:
+    def _layout(self, group: LayerState, dtype: torch.dtype) -> Layout:
         length, end, tree = self.length, self.length + self.last, self.last
         device, window, own_depths = group.device, group.window, self.depths[self.first :]
         # The shallowest row sees committed keys from `edge` on, the deepest row from `common` on.
