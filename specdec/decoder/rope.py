@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.decoder.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
+from specdec.runners.rows import Rows
 
 __all__ = ["Angles", "RopeTables", "frequencies", "rotate"]
 
@@ -90,6 +91,14 @@ class RopeTables:
         if table is None or len(table.cos) < end:
             table = self._tables[rope] = self._made(rope, max(_START, 1 << end.bit_length()))
         return table
+
+    def of(self, rope: Rope, rows: Rows) -> Angles:
+        """[T, dim] of a forward's rows."""
+        table = self.whole(rope, rows.end)
+        if rows.start is not None:
+            return Angles(*(values.narrow(0, rows.start, rows.rows) for values in table))
+        places = rows.positions[0].to(table.cos.device)
+        return Angles(*(values.index_select(0, places) for values in table))
 
     def _made(self, rope: Rope, size: int) -> Angles:
         each, attention = frequencies(rope)

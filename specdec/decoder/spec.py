@@ -30,7 +30,7 @@ __all__ = [
     "Yarn",
 ]
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 
 class UnknownDecoder(Exception):
@@ -39,10 +39,14 @@ class UnknownDecoder(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm of epsilon ``eps``, which multiplies by its weight and ``offset``."""
+    """An RMS norm of epsilon ``eps``, which multiplies by its weight and ``offset``.
+
+    ``rounds_first``: half-precision values are rounded to their dtype before they are multiplied, too.
+    """
 
     eps: float
     offset: float = 0.0
+    rounds_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +175,13 @@ class Layer:
     """A decoder layer, whose attention and MLP are added to the residual one after the other.
 
     Attributes:
-        before: norms of what attention and the MLP read.
+        before: norms of what attention and the MLP read; None where attention reads the residual as it is.
         after: norms of what they add; None for none.
     """
 
     attention: Attention
     mlp: Mlp
-    before: tuple[Norm, Norm]
+    before: tuple[Norm | None, Norm]
     after: tuple[Norm, Norm] | None = None
 
 

@@ -41,8 +41,10 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
         return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
     if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
         return "native layers need all layers to have the same heads"
-    if len({layer.mlp.act for layer in spec.layers}) > 1:
+    if len(acts := {layer.mlp.act for layer in spec.layers}) > 1:
         return "native layers need all layers to have the same activation"
+    if not acts <= {"silu", "gelu_tanh"}:
+        return f"native layers have SiLU or GELU in its tanh form, and here it is {acts.pop()}"
     head_dim, widths = spec.layers[0].attention.head_dim, {layer.mlp.width for layer in spec.layers}
     if not all(runs_heads_of(head_dim, width) for width in widths):
         return (
@@ -210,8 +212,10 @@ def _told(experts: Sequence[NativeExperts]) -> str | None:
 
 def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:
     """A layer as the library reads it; ``table``: the index of its rotary positions."""
-    attention, (first, second), mlp = own.attention, weights.before, weights.mlp
+    attention, mlp = own.attention, weights.mlp
     products: Any = (weights.qkv, weights.out)
+    norms: Any = (*weights.before, *(weights.after or ()))
+    first, second, *after = norms
     if isinstance(mlp, GatedWeights):
         products += (mlp.gate_up, mlp.down)
     return NativeLayer(
@@ -222,7 +226,7 @@ def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:
         attention.head_dim,
         attention.scale,
         weights.heads,
-        [(norm.by, norm.norm.eps) for norm in weights.after or ()],
+        [(norm.by, norm.norm.eps) for norm in after],
         attention.cap,
         table,
         _described_experts(own.mlp, mlp) if isinstance(own.mlp, Experts) else None,

@@ -163,7 +163,7 @@ class TorchExecutor:
             own, which = self._layers[number], parts[number] if parts else Part.BOTH
             rope = own.attention.rope
             if rope not in angles:
-                angles[rope] = self._angles(rope, rows)
+                angles[rope] = self._ropes.of(rope, rows)
             mix = partial(_attended, rows, number, own.attention)
             hidden = layer(own, self._weights.layers[number], hidden, angles[rope], mix, which)
         return hidden, found
@@ -186,14 +186,6 @@ class TorchExecutor:
         if wanted.logits is not None:
             chosen = chosen.index_select(0, rows.index(chosen.device))
         return self.head(chosen if FINAL in found else self.norm(chosen))
-
-    def _angles(self, rope: Rope, rows: Rows) -> Angles:
-        """[T, d] the rows' rotary positions."""
-        table = self._ropes.whole(rope, rows.end)
-        if rows.start is not None:
-            return Angles(*(values.narrow(0, rows.start, rows.rows) for values in table))
-        places = rows.positions[0].to(self.device)
-        return Angles(*(values.index_select(0, places) for values in table))
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         table = self._weights.embedding

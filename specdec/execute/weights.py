@@ -90,8 +90,9 @@ class DecoderWeights:
 
     def _layer(self, number: int) -> LayerWeights:
         spec = self._checkpoint.spec.layers[number]
-        before = [self._norm(norm, Weight(f"before.{part}", number)) for norm, part in _sides(spec.before)]
-        after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ())]
+        sides = _sides(spec.before)
+        before = [None if norm is None else self._norm(norm, Weight(f"before.{own}", number)) for norm, own in sides]
+        after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ()) if norm]
         qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in (_QKV, ("attention.o",)))
         mlp: GatedWeights | ExpertWeights
         if isinstance(spec.mlp, Experts):
@@ -100,8 +101,8 @@ class DecoderWeights:
             gate_up = self._product(*(Weight(part, number) for part in _GATE_UP))
             mlp = GatedWeights(gate_up, self._product(Weight("mlp.down", number)))
         trim_heap()
-        sides = (before[0], before[1]), (after[0], after[1]) if after else None
-        return LayerWeights(*sides, qkv, out, self._heads(number, spec.attention), mlp)
+        both = (before[0], before[1]), (after[0], after[1]) if after else None
+        return LayerWeights(*both, qkv, out, self._heads(number, spec.attention), mlp)
 
     def _norm(self, norm: Norm, weight: Weight) -> RmsNorm:
         return RmsNorm(norm, self._alone(weight))
@@ -196,7 +197,7 @@ class DecoderWeights:
         return found
 
 
-def _sides(norms: Sequence[Norm]) -> Iterator[tuple[Norm, str]]:
+def _sides(norms: Sequence[Norm | None]) -> Iterator[tuple[Norm | None, str]]:
     return zip(norms, ("attention", "mlp"), strict=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def test_parts_of_layers_run_by_the_same_panels() -> None:
 def test_what_the_library_does_not_run_is_named(changes: dict[str, Any], dtype: torch.dtype, says: str) -> None:
     spec = spec_of_config(new_model("llama", **{**SIZES, **changes}).config)
     assert says in str(why_not(spec, dtype, torch.device("cpu")))
+    others = tuple(replace(own, mlp=replace(own.mlp, act="gelu")) for own in spec.layers)
+    assert "here it is gelu" in str(why_not(replace(spec, layers=others), torch.float32, torch.device("cpu")))
     assert "on a CPU" in str(why_not(spec, dtype, torch.device("cuda")))
 
 
