@@ -34,6 +34,7 @@ BIASED: dict[str, dict[str, Any]] = {
     "gemma": {"attention_bias": True, "tie_word_embeddings": True},
     "gemma2": {"attention_bias": True, "final_logit_softcapping": None, "query_pre_attn_scalar": 9},
     "gemma3": {"attention_bias": True, "final_logit_softcapping": 7.0, "attn_logit_softcapping": 3.0},
+    "lfm2": {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
     "mixtral": {"sliding_window": 6, "head_dim": 16},
     "olmoe": {"attention_bias": True, "norm_topk_prob": True},
     "mellum": {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False},

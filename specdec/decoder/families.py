@@ -25,6 +25,7 @@ from specdec.decoder.spec import (
     Mlp,
     Norm,
     Rope,
+    ShortConv,
     Sigmoid,
     UnknownDecoder,
 )
@@ -107,15 +108,27 @@ def _gemma2(settings: Settings) -> list[Layer]:
     settings.said("sliding_window_size")  # sliding_window says the same
     cap = float(settings.get("attn_logit_softcapping") or 0.0)
     own = _gemma_layer(settings, read_rope(settings, _head_dim(settings)))
-    own = replace(own, attention=replace(own.attention, cap=cap))
-    return _of_kinds(settings, own, replace(own, attention=replace(own.attention, window=_window(settings))))
+    own = replace(own, mixer=replace(own.attention, cap=cap))
+    return _of_kinds(settings, own, replace(own, mixer=replace(own.attention, window=_window(settings))))
 
 
 def _gemma3(settings: Settings) -> list[Layer]:
     settings.said("attn_logit_softcapping", "sliding_window_pattern")  # not made use of; in layer_types
     ropes = read_ropes(settings, _head_dim(settings), _KINDS)
     full, sliding = (_gemma_layer(settings, ropes[kind], qk_norm=_norm(settings, offset=True)) for kind in _KINDS)
-    return _of_kinds(settings, full, replace(sliding, attention=replace(sliding.attention, window=_window(settings))))
+    return _of_kinds(settings, full, replace(sliding, mixer=replace(sliding.attention, window=_window(settings))))
+
+
+def _lfm2(settings: Settings) -> list[Layer]:
+    settings.said("full_attn_idxs")  # in layer_types
+    width, norm = settings.count("intermediate_size"), _norm(settings)
+    multiple, factor = settings.count("block_multiple_of"), settings.get("block_ffn_dim_multiplier")
+    if settings.get("block_auto_adjust_ff_dim"):
+        width = int(2 * width / 3)
+        width = width if factor is None else -(-int(factor * width) // multiple) * multiple
+    own = Layer(_attention(settings, qk_norm=norm), Gated("silu", width), (norm, norm))
+    mixer = ShortConv(settings.count("conv_L_cache"), bool(settings.get("conv_bias")))
+    return _by_type(settings, {"full_attention": own, "conv": replace(own, mixer=mixer)})
 
 
 def _mixtral(settings: Settings) -> list[Layer]:
@@ -189,19 +202,25 @@ def _windowed(settings: Settings, attention: Attention) -> list[Layer]:
     settings.said("use_sliding_window", "max_window_layers")  # layer_types says what follows of them
     norm = _norm(settings)
     own = Layer(attention, _gated(settings), (norm, norm))
-    return _of_kinds(settings, own, replace(own, attention=replace(attention, window=_window(settings))))
+    return _of_kinds(settings, own, replace(own, mixer=replace(attention, window=_window(settings))))
 
 
 def _of_kinds(settings: Settings, full: Layer, sliding: Layer) -> list[Layer]:
+    """Layers of which some have a window."""
+    layers = _by_type(settings, dict(zip(_KINDS, (full, sliding), strict=True)))
+    if sliding.attention.window is None and "sliding_attention" in settings.get("layer_types"):
+        raise CheckpointError(f"{settings.where} has sliding_attention layers and no sliding_window; mend it")
+    return layers
+
+
+def _by_type(settings: Settings, known: Mapping[str, Layer]) -> list[Layer]:
     """The layer of each kind in ``layer_types``."""
     kinds, layers = settings.get("layer_types"), settings.count("num_hidden_layers")
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
         raise CheckpointError(f"{settings.where} has {layers} layers and says layer_types {shown(kinds)}; mend it")
-    if strange := [kind for kind in kinds if kind not in _KINDS]:
+    if strange := [kind for kind in kinds if kind not in known]:
         raise UnknownDecoder(f"{settings.where} has layers of the type {shown(strange[0])}")
-    if "sliding_attention" in kinds and sliding.attention.window is None:
-        raise CheckpointError(f"{settings.where} has sliding_attention layers and no sliding_window; mend it")
-    return [full if kind == "full_attention" else sliding for kind in kinds]
+    return [known[kind] for kind in kinds]
 
 
 def _gemma_layer(settings: Settings, rope: Rope, **more: Any) -> Layer:
@@ -246,7 +265,8 @@ def _window(settings: Settings) -> int | None:
 
 
 def _norm(settings: Settings, *, offset: bool = False) -> Norm:
-    return Norm(settings.number("rms_norm_eps"), 1.0 if offset else 0.0)
+    key = "rms_norm_eps" if settings.declares("rms_norm_eps") else "norm_eps"
+    return Norm(settings.number(key), 1.0 if offset else 0.0)
 
 
 def _activation(settings: Settings, key: str) -> Activation:
@@ -276,6 +296,20 @@ _AROUND = Names(
         "after.mlp": ("layers.{layer}.post_feedforward_layernorm",),
     }
 )
+_LFM2 = Names(
+    {
+        **DECODER,
+        "norm": ("embedding_norm",),
+        "before.attention": ("layers.{layer}.operator_norm",),
+        "before.mlp": ("layers.{layer}.ffn_norm",),
+        "attention.o": ("layers.{layer}.self_attn.out_proj",),
+        **{f"attention.{one}_norm": (f"layers.{{layer}}.self_attn.{one}_layernorm",) for one in "qk"},
+        **{
+            f"mlp.{part}": (f"layers.{{layer}}.feed_forward.{name}",)
+            for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+    }
+)
 _MIXTRAL = Names(
     {
         **DECODER,
@@ -300,6 +334,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family("Gemma2ForCausalLM", _gemma2, _AROUND, scaled=True),
     "gemma3_text": Family("Gemma3ForCausalLM", _gemma3, _AROUND, scaled=True),
     "glm4_moe": Family("Glm4MoeForCausalLM", _glm4_moe),
+    "lfm2": Family("Lfm2ForCausalLM", _lfm2, _LFM2),
     "mellum": Family("MellumForCausalLM", _mellum),
     "mixtral": Family("MixtralForCausalLM", _mixtral, _MIXTRAL),
     "olmoe": Family("OlmoeForCausalLM", _olmoe),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specdec.decoder.spec import DecoderSpec, Experts, Layer
+from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer, ShortConv
 
 __all__ = ["CHOICE", "DECODER", "FUSED", "Names", "Weight", "shapes_of"]
 
@@ -46,6 +46,9 @@ DECODER: Mapping[str, tuple[str, ...]] = {
     "attention.o": ("layers.{layer}.self_attn.o_proj",),
     "attention.q_norm": ("layers.{layer}.self_attn.q_norm",),
     "attention.k_norm": ("layers.{layer}.self_attn.k_norm",),
+    "conv.in": ("layers.{layer}.conv.in_proj",),
+    "conv.taps": ("layers.{layer}.conv.conv",),
+    "conv.out": ("layers.{layer}.conv.out_proj",),
     "before.mlp": ("layers.{layer}.post_attention_layernorm",),
     "mlp.gate": ("layers.{layer}.mlp.gate_proj",),
     "mlp.up": ("layers.{layer}.mlp.up_proj",),
@@ -115,18 +118,10 @@ def shapes_of(spec: DecoderSpec) -> dict[Weight, Shape]:
 
 
 def _layer_shapes(layer: Layer, hidden: int) -> Iterator[tuple[Weight, Shape]]:
-    own, mlp = layer.attention, layer.mlp
-    queries, keys = own.heads * own.head_dim, own.kv_heads * own.head_dim
+    mlp = layer.mlp
     for place in ("before", *(("after",) if layer.after else ())):
         yield from ((Weight(f"{place}.{part}"), (hidden,)) for part in ("attention", "mlp"))
-    sizes = (("q", queries, hidden), ("k", keys, hidden), ("v", keys, hidden), ("o", hidden, queries))
-    for name, outputs, inputs in sizes:
-        yield Weight(f"attention.{name}"), (outputs, inputs)
-        if own.bias[name == "o"]:
-            yield Weight(f"attention.{name}", kind="bias"), (outputs,)
-    if own.qk_norm:
-        yield Weight("attention.q_norm"), (queries if own.norms_all else own.head_dim,)
-        yield Weight("attention.k_norm"), (keys if own.norms_all else own.head_dim,)
+    yield from _attention(layer.mixer, hidden) if isinstance(layer.mixer, Attention) else _conv(layer.mixer, hidden)
     widths = (("gate", mlp.width, hidden), ("up", mlp.width, hidden), ("down", hidden, mlp.width))
     if isinstance(mlp, Experts):
         yield Weight("experts.router"), (mlp.count, hidden)
@@ -142,3 +137,23 @@ def _layer_shapes(layer: Layer, hidden: int) -> Iterator[tuple[Weight, Shape]]:
         yield Weight(f"mlp.{name}"), (outputs, inputs)
         if mlp.bias:
             yield Weight(f"mlp.{name}", kind="bias"), (outputs,)
+
+
+def _attention(own: Attention, hidden: int) -> Iterator[tuple[Weight, Shape]]:
+    queries, keys = own.heads * own.head_dim, own.kv_heads * own.head_dim
+    sizes = (("q", queries, hidden), ("k", keys, hidden), ("v", keys, hidden), ("o", hidden, queries))
+    for name, outputs, inputs in sizes:
+        yield Weight(f"attention.{name}"), (outputs, inputs)
+        if own.bias[name == "o"]:
+            yield Weight(f"attention.{name}", kind="bias"), (outputs,)
+    if own.qk_norm:
+        yield Weight("attention.q_norm"), (queries if own.norms_all else own.head_dim,)
+        yield Weight("attention.k_norm"), (keys if own.norms_all else own.head_dim,)
+
+
+def _conv(own: ShortConv, hidden: int) -> Iterator[tuple[Weight, Shape]]:
+    shapes = {"in": (3 * hidden, hidden), "taps": (hidden, 1, own.width), "out": (hidden, hidden)}
+    for name, shape in shapes.items():
+        yield Weight(f"conv.{name}"), shape
+        if own.bias:
+            yield Weight(f"conv.{name}", kind="bias"), shape[:1]

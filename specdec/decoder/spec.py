@@ -22,10 +22,12 @@ __all__ = [
     "Linear",
     "Llama3",
     "LongRope",
+    "Mixer",
     "Mlp",
     "Norm",
     "Rope",
     "RopeScaling",
+    "ShortConv",
     "Sigmoid",
     "UnknownDecoder",
     "Yarn",
@@ -146,6 +148,22 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A gated short convolution (LFM2): of b, c and x, which one product makes, c times the convolved b * x.
+
+    Attributes:
+        width: a channel of a row is made of its own and of those at the ``width`` - 1 positions before it.
+        bias: of both products and of the convolution.
+    """
+
+    width: int
+    bias: bool = False
+
+
+Mixer = Attention | ShortConv
+
+
+@dataclass(frozen=True, slots=True)
 class Gated:
     """act(gate) * up, then down; ``width``: between."""
 
@@ -192,17 +210,24 @@ Mlp = Gated | Experts
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer, whose attention and MLP are added to the residual one after the other.
+    """A decoder layer, whose mixer and MLP are added to the residual one after the other.
 
     Attributes:
-        before: norms of what attention and the MLP read; None where attention reads the residual as it is.
+        mixer: what brings tokens together; the part of a layer that plans and weights call attention.
+        before: norms of what mixer and MLP read; None where the mixer reads the residual as it is.
         after: norms of what they add; None for none.
     """
 
-    attention: Attention
+    mixer: Mixer
     mlp: Mlp
     before: tuple[Norm | None, Norm]
     after: tuple[Norm, Norm] | None = None
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer, of a layer that has attention."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,4 +276,9 @@ class DecoderSpec:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary positions, each once."""
-        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers))
+        return tuple(dict.fromkeys(own.rope for own in self.attentions))
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Of the layers that have attention."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer, Sigmoid
+from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer, Mixer, Sigmoid
 from specdec.execute.norm import normed_heads
 from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step import device_copies
@@ -34,8 +34,9 @@ __all__ = [
     "layer_around",
 ]
 
-Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]."""
+Mix = Callable[..., torch.Tensor]
+"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]. Of a
+convolution: inputs [T, D] -> convolved [T, D]."""
 
 ByRow = Callable[[torch.Tensor], torch.Tensor]
 """[T, D] -> [T, D], such as :class:`specdec.execute.norm.RmsNorm`."""
@@ -78,13 +79,14 @@ class LayerWeights:
     """What a layer multiplies by; a part that never runs has none.
 
     Attributes:
-        before: norms of what attention and the MLP read, or whatever else comes before them, a convolution in a norm's
-            place; None where they read rows as they are.
+        before: norms of what mixer and MLP read, or whatever else comes before them, a convolution in a norm's place;
+            None where they read rows as they are.
         after: the same of what they add, where the layer has these.
-        qkv: queries, keys and values in one product.
-        out: after attention.
+        qkv: queries, keys and values in one product; of a convolution its two gates and what they are between.
+        out: after the mixer.
         heads: [H + G, 1, d] norms of queries and keys, offset included, where the layer has these.
         mlp: of one MLP, or of experts.
+        taps: [W, D] of a convolution, the oldest first, and its bias [D], if it has one.
     """
 
     before: tuple[ByRow | None, ByRow | None]
@@ -93,13 +95,14 @@ class LayerWeights:
     out: LinearKernel | None
     heads: torch.Tensor | None
     mlp: GatedWeights | ExpertWeights | None
+    taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
 
 def layer(
     spec: Layer,
     weights: LayerWeights,
     hidden: torch.Tensor,
-    angles: Angles,
+    angles: Angles | None,
     mix: Mix,
     parts: Part = Part.BOTH,
     *,
@@ -112,13 +115,13 @@ def layer(
         spec: what it computes.
         weights: by what.
         hidden: [T, D]; [N, D] where ``reads`` are of other rows, too, which have keys and values alone.
-        angles: rotary positions [T, d].
-        mix: attention.
+        angles: rotary positions [T, d]; not read by a convolution.
+        mix: attention, or the convolution.
         parts: what runs.
         reads: [T, I] what queries, keys and values are made of, where that is not ``hidden`` normed (EAGLE).
         wanted: the N rows that go on, for which ``mix`` gives [1, H, N, d]; the others are only attended to.
     """
-    attend = partial(attention, spec.attention, weights, angles=angles, mix=mix)
+    attend = partial(_mixed, spec.mixer, weights, angles=angles, mix=mix)
     return layer_around(spec, weights, hidden, attend, parts, reads=reads, wanted=wanted)
 
 
@@ -159,6 +162,16 @@ def _read(before: ByRow | None, hidden: torch.Tensor) -> torch.Tensor:
 def _added(product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, after: ByRow | None) -> torch.Tensor:
     """``hidden`` plus the product, which may be normed."""
     return product.add(rows, hidden) if after is None else hidden + after(product(rows))
+
+
+def _mixed(own: Mixer, weights: LayerWeights, reads: torch.Tensor, angles: Angles | None, mix: Mix) -> torch.Tensor:
+    """What attention gives, or a convolution [T, D], for rows [T, I]."""
+    if isinstance(own, Attention):
+        assert angles is not None
+        return attention(own, weights, reads, angles, mix)
+    assert weights.qkv is not None
+    before, after, inputs = weights.qkv(reads).chunk(3, -1)
+    return after * mix(before * inputs)
 
 
 def attention(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specdec.decoder.spec import DecoderSpec, Experts, Layer
+from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import GatedWeights, LayerWeights
 from specdec.execute.native_parts import PartLayers
@@ -39,6 +39,8 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
         return f"native layers run on a CPU, and the model is on {device}"
     if dtype not in _DTYPES:
         return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
+    if others := sorted({type(own.mixer).__name__ for own in spec.layers} - {Attention.__name__}):
+        return f"native layers compute attention, and no {others[0]}"
     if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
         return "native layers need all layers to have the same heads"
     if len(acts := {layer.mlp.act for layer in spec.layers}) > 1:

@@ -197,7 +197,7 @@ class KVCache(NotCopied):
         Of a ring more is taken than the next token sees, as far as it is there and there is room: a text that branches
         off a little earlier may go on from that. This cache must be empty.
         """
-        if self.points(known, count) < count:
+        if not count or self.points(known, count) < count:
             return False
         pairs = [*zip(self.groups, known.groups, strict=True)]
         starts = [max(theirs.first, count - mine.limit) for mine, theirs in pairs]

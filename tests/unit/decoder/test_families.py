@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.names import FUSED, Weight, shapes_of
 from specdec.decoder.settings import Settings
-from specdec.decoder.spec import DecoderSpec, Experts, UnknownDecoder
+from specdec.decoder.spec import DecoderSpec, Experts, ShortConv, UnknownDecoder
 from specdec.errors import CheckpointError, SpecdecWarning
 from tests import models
 from tests.decoders import ALL, BIASED, spec_of_config
@@ -67,7 +67,8 @@ def test_tensors_are_called_and_shaped_as_the_models(family: str, changed: bool)
 def test_windows_are_those_of_the_layers() -> None:
     for family, windows in models.WINDOWS.items():
         if family in ALL:
-            assert [layer.attention.window for layer in spec_of_config(config_of(family)).layers] == windows
+            mixers = [layer.mixer for layer in spec_of_config(config_of(family)).layers]
+            assert [own.width if isinstance(own, ShortConv) else own.window for own in mixers] == windows
     moved = spec_of_config(config_of("qwen3", **BIASED["qwen3"]))
     assert [layer.attention.window for layer in moved.layers] == [None, None, 5]
 
