@@ -102,6 +102,10 @@ class Target(Protocol):
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""
 
+    def most_bytes(self, *, capacity: int, rows: int, drafted: int) -> int:
+        """Bytes that such a cache may come to hold; ``drafted``: most rows behind the text's end."""
+        return KVCache.most_bytes(self.specs, capacity=capacity, rows=rows)
+
     def forward(self, step: StepInput) -> StepOutput:
         """Run rows of one sequence or several, as ``step`` says."""
 

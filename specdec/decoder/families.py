@@ -25,6 +25,8 @@ from specdec.decoder.spec import (
     Mlp,
     Norm,
     Rope,
+    ShortConv,
+    Sigmoid,
     UnknownDecoder,
 )
 from specdec.errors import CheckpointError, shown
@@ -106,15 +108,27 @@ def _gemma2(settings: Settings) -> list[Layer]:
     settings.said("sliding_window_size")  # sliding_window says the same
     cap = float(settings.get("attn_logit_softcapping") or 0.0)
     own = _gemma_layer(settings, read_rope(settings, _head_dim(settings)))
-    own = replace(own, attention=replace(own.attention, cap=cap))
-    return _of_kinds(settings, own, replace(own, attention=replace(own.attention, window=_window(settings))))
+    own = replace(own, mixer=replace(own.attention, cap=cap))
+    return _of_kinds(settings, own, replace(own, mixer=replace(own.attention, window=_window(settings))))
 
 
 def _gemma3(settings: Settings) -> list[Layer]:
     settings.said("attn_logit_softcapping", "sliding_window_pattern")  # not made use of; in layer_types
     ropes = read_ropes(settings, _head_dim(settings), _KINDS)
     full, sliding = (_gemma_layer(settings, ropes[kind], qk_norm=_norm(settings, offset=True)) for kind in _KINDS)
-    return _of_kinds(settings, full, replace(sliding, attention=replace(sliding.attention, window=_window(settings))))
+    return _of_kinds(settings, full, replace(sliding, mixer=replace(sliding.attention, window=_window(settings))))
+
+
+def _lfm2(settings: Settings) -> list[Layer]:
+    settings.said("full_attn_idxs")  # in layer_types
+    width, norm = settings.count("intermediate_size"), _norm(settings)
+    multiple, factor = settings.count("block_multiple_of"), settings.get("block_ffn_dim_multiplier")
+    if settings.get("block_auto_adjust_ff_dim"):
+        width = int(2 * width / 3)
+        width = width if factor is None else -(-int(factor * width) // multiple) * multiple
+    own = Layer(_attention(settings, qk_norm=norm), Gated("silu", width), (norm, norm))
+    mixer = ShortConv(settings.count("conv_L_cache"), bool(settings.get("conv_bias")))
+    return _by_type(settings, {"full_attention": own, "conv": replace(own, mixer=mixer)})
 
 
 def _mixtral(settings: Settings) -> list[Layer]:
@@ -145,6 +159,38 @@ def _qwen3_moe(settings: Settings) -> list[Layer]:
     return [dense if number in alone or (number + 1) % every else mixed for number in numbers]
 
 
+def _mellum(settings: Settings) -> list[Layer]:
+    settings.said("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")  # of layers behind the model's own
+    ropes, norm = read_ropes(settings, _head_dim(settings), _KINDS, partial=True), _norm(settings)
+    own = _attention(settings, bias=_biases(settings), qk_norm=norm, rope=ropes["full_attention"])
+    sliding = replace(own, rope=ropes["sliding_attention"], window=_window(settings))
+    experts = _experts(settings, "num_experts", "moe_intermediate_size")
+    mlps: dict[str, Mlp] = {"sparse": experts, "dense": _gated(settings)}
+    each = {
+        kind: _of_kinds(settings, Layer(own, mlp, (norm, norm)), Layer(sliding, mlp, (norm, norm)))
+        for kind, mlp in mlps.items()
+    }
+    kinds = settings.get("mlp_layer_types") or ()
+    if len(kinds) != len(each["sparse"]) or not {*kinds} <= mlps.keys():
+        raise CheckpointError(f"{settings.where} says mlp_layer_types {shown(kinds)}, one of sparse and dense a layer")
+    return [each[kind][number] for number, kind in enumerate(kinds)]
+
+
+def _glm4_moe(settings: Settings) -> list[Layer]:
+    settings.said("num_mtp_layers")  # behind the model's own
+    norm, rope = _norm(settings), read_rope(settings, _head_dim(settings), partial=True)
+    normed = norm if settings.get("use_qk_norm") else None
+    attention = _attention(settings, partial=True, bias=(_biases(settings)[0], False), qk_norm=normed, rope=rope)
+    router = Sigmoid(settings.count("n_group"), settings.count("topk_group"), settings.number("routed_scaling_factor"))
+    experts = _experts(settings, "n_routed_experts", "moe_intermediate_size")
+    if experts.count % router.groups or (router.best < router.groups and experts.count < 2 * router.groups):
+        raise CheckpointError(f"{settings.where} says n_group {router.groups} of its {experts.count} experts; mend it")
+    experts = replace(experts, router=router, shared=experts.width * int(settings.get("n_shared_experts") or 0))
+    dense, mixed = (Layer(attention, mlp, (norm, norm)) for mlp in (_gated(settings), experts))
+    first = int(settings.get("first_k_dense_replace") or 0)
+    return [dense if number < first else mixed for number in range(settings.count("num_hidden_layers"))]
+
+
 def _alike(settings: Settings, attention: Attention, mlp: Mlp, *, offset: bool = False) -> list[Layer]:
     """Layers that are all the same."""
     norm = _norm(settings, offset=offset)
@@ -156,19 +202,25 @@ def _windowed(settings: Settings, attention: Attention) -> list[Layer]:
     settings.said("use_sliding_window", "max_window_layers")  # layer_types says what follows of them
     norm = _norm(settings)
     own = Layer(attention, _gated(settings), (norm, norm))
-    return _of_kinds(settings, own, replace(own, attention=replace(attention, window=_window(settings))))
+    return _of_kinds(settings, own, replace(own, mixer=replace(attention, window=_window(settings))))
 
 
 def _of_kinds(settings: Settings, full: Layer, sliding: Layer) -> list[Layer]:
+    """Layers of which some have a window."""
+    layers = _by_type(settings, dict(zip(_KINDS, (full, sliding), strict=True)))
+    if sliding.attention.window is None and "sliding_attention" in settings.get("layer_types"):
+        raise CheckpointError(f"{settings.where} has sliding_attention layers and no sliding_window; mend it")
+    return layers
+
+
+def _by_type(settings: Settings, known: Mapping[str, Layer]) -> list[Layer]:
     """The layer of each kind in ``layer_types``."""
     kinds, layers = settings.get("layer_types"), settings.count("num_hidden_layers")
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
         raise CheckpointError(f"{settings.where} has {layers} layers and says layer_types {shown(kinds)}; mend it")
-    if strange := [kind for kind in kinds if kind not in _KINDS]:
+    if strange := [kind for kind in kinds if kind not in known]:
         raise UnknownDecoder(f"{settings.where} has layers of the type {shown(strange[0])}")
-    if "sliding_attention" in kinds and sliding.attention.window is None:
-        raise CheckpointError(f"{settings.where} has sliding_attention layers and no sliding_window; mend it")
-    return [full if kind == "full_attention" else sliding for kind in kinds]
+    return [known[kind] for kind in kinds]
 
 
 def _gemma_layer(settings: Settings, rope: Rope, **more: Any) -> Layer:
@@ -180,8 +232,11 @@ def _gemma_layer(settings: Settings, rope: Rope, **more: Any) -> Layer:
     return Layer(attention, _gated(settings, "hidden_activation"), (norm, norm), (norm, norm))
 
 
-def _attention(settings: Settings, **more: Any) -> Attention:
-    """Attention by the settings that all families have; ``more``: what a family knows better, or in addition."""
+def _attention(settings: Settings, *, partial: bool = False, **more: Any) -> Attention:
+    """Attention by the settings that all families have; ``more``: what a family knows better, or in addition.
+
+    ``partial``: it may turn a part of each head.
+    """
     heads, head_dim = settings.count("num_attention_heads"), _head_dim(settings)
     kv_heads = heads if settings.get("num_key_value_heads") is None else settings.count("num_key_value_heads")
     if heads % kv_heads:
@@ -189,7 +244,7 @@ def _attention(settings: Settings, **more: Any) -> Attention:
             f"{settings.where} says num_attention_heads {heads}, which its num_key_value_heads {kv_heads} do not divide"
         )
     rope = more.pop("rope", None) or read_rope(settings, head_dim)
-    if rope.dim != head_dim:
+    if rope.dim != head_dim and not partial:
         raise UnknownDecoder(f"{settings.where} turns {rope.dim} of the {head_dim} values of a head")
     return Attention(heads, kv_heads, head_dim, more.pop("scale", head_dim**-0.5), rope, **more)
 
@@ -210,7 +265,8 @@ def _window(settings: Settings) -> int | None:
 
 
 def _norm(settings: Settings, *, offset: bool = False) -> Norm:
-    return Norm(settings.number("rms_norm_eps"), 1.0 if offset else 0.0)
+    key = "rms_norm_eps" if settings.declares("rms_norm_eps") else "norm_eps"
+    return Norm(settings.number(key), 1.0 if offset else 0.0)
 
 
 def _activation(settings: Settings, key: str) -> Activation:
@@ -240,6 +296,20 @@ _AROUND = Names(
         "after.mlp": ("layers.{layer}.post_feedforward_layernorm",),
     }
 )
+_LFM2 = Names(
+    {
+        **DECODER,
+        "norm": ("embedding_norm",),
+        "before.attention": ("layers.{layer}.operator_norm",),
+        "before.mlp": ("layers.{layer}.ffn_norm",),
+        "attention.o": ("layers.{layer}.self_attn.out_proj",),
+        **{f"attention.{one}_norm": (f"layers.{{layer}}.self_attn.{one}_layernorm",) for one in "qk"},
+        **{
+            f"mlp.{part}": (f"layers.{{layer}}.feed_forward.{name}",)
+            for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+    }
+)
 _MIXTRAL = Names(
     {
         **DECODER,
@@ -263,6 +333,9 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family("GemmaForCausalLM", _gemma, scaled=True),
     "gemma2": Family("Gemma2ForCausalLM", _gemma2, _AROUND, scaled=True),
     "gemma3_text": Family("Gemma3ForCausalLM", _gemma3, _AROUND, scaled=True),
+    "glm4_moe": Family("Glm4MoeForCausalLM", _glm4_moe),
+    "lfm2": Family("Lfm2ForCausalLM", _lfm2, _LFM2),
+    "mellum": Family("MellumForCausalLM", _mellum),
     "mixtral": Family("MixtralForCausalLM", _mixtral, _MIXTRAL),
     "olmoe": Family("OlmoeForCausalLM", _olmoe),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _qwen3_moe),

@@ -11,7 +11,7 @@ from specdec.decoder.settings import Settings
 from specdec.decoder.spec import Dynamic, Linear, Llama3, LongRope, Rope, RopeScaling, UnknownDecoder, Yarn
 from specdec.errors import CheckpointError, SpecdecWarning, shown
 
-__all__ = ["read_rope", "read_ropes", "rope_context"]
+__all__ = ["read_rope", "read_ropes", "rope_context", "rope_depends_on_length", "rope_kinds"]
 
 _KEYS = ("rope_type", "type", "rope_theta")
 _BY_TYPE: Mapping[str, tuple[str, ...]] = {
@@ -28,29 +28,42 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
 """Kind of scaling -> what it reads besides ``_KEYS``."""
 
 
-def read_rope(settings: Settings, head_dim: int) -> Rope:
-    """The one kind of rotary positions of a model.
+def read_rope(settings: Settings, head_dim: int, *, partial: bool = False) -> Rope:
+    """The one kind of rotary positions of a model; ``partial``: its plain frequencies may be of a part of a head.
 
     Raises:
         UnknownDecoder: a kind of scaling that is not described.
         CheckpointError: a value is missing, or no number.
     """
-    return _rope(settings, "rope_parameters", _parameters(settings), head_dim)
+    return _rope(settings, "rope_parameters", _parameters(settings), head_dim, partial)
 
 
-def read_ropes(settings: Settings, head_dim: int, kinds: tuple[str, ...]) -> dict[str, Rope]:
-    """Those of each kind of layer; errors as of :func:`read_rope`."""
+def read_ropes(settings: Settings, head_dim: int, kinds: tuple[str, ...], *, partial: bool = False) -> dict[str, Rope]:
+    """Those of each kind of layer; as :func:`read_rope`."""
     own = _parameters(settings)
-    return {kind: _rope(settings, f"rope_parameters[{kind!r}]", own.get(kind), head_dim) for kind in kinds}
+    return {kind: _rope(settings, f"rope_parameters[{kind!r}]", own.get(kind), head_dim, partial) for kind in kinds}
 
 
 def rope_context(settings: Settings) -> int:
     """Longest text in tokens. Where frequencies depend on the length, the length up to which they do not."""
     longest = settings.count("max_position_embeddings")
-    own = _parameters(settings)
-    kinds = [values for values in own.values() if isinstance(values, Mapping)] or [own]
-    limits = [one.get("original_max_position_embeddings") for one in kinds if _kind(one) in ("dynamic", "longrope")]
+    changing = filter(rope_depends_on_length, _kinds(_parameters(settings)))
+    limits = [one.get("original_max_position_embeddings") for one in changing]
     return min([longest, *(int(limit) for limit in limits if limit)])
+
+
+def rope_kinds(config: Any) -> list[Mapping[str, Any]]:
+    """The rope parameters of each kind of attention in a config; one entry where all layers share them."""
+    return _kinds(getattr(config, "rope_parameters", None) or {})
+
+
+def rope_depends_on_length(own: Mapping[str, Any]) -> bool:
+    """Whether frequencies change with the length of the text."""
+    return "dynamic" in _kind(own) or _kind(own) == "longrope"
+
+
+def _kinds(own: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [values for values in own.values() if isinstance(values, Mapping)] or [own]
 
 
 def _parameters(settings: Settings) -> Mapping[str, Any]:
@@ -64,15 +77,15 @@ def _kind(own: Mapping[str, Any]) -> str:
     return str(own.get("rope_type") or own.get("type") or "default")
 
 
-def _rope(settings: Settings, where: str, own: Any, head_dim: int) -> Rope:
+def _rope(settings: Settings, where: str, own: Any, head_dim: int, partial: bool) -> Rope:
     if not isinstance(own, Mapping):
         raise CheckpointError(f"{settings.where} says {where} {shown(own)}, and it must be a table; mend its config")
     kind = _kind(own)
     if kind not in _BY_TYPE:
         raise UnknownDecoder(f"{where} of {settings.where} has the rope_type {shown(kind)}")
     read = Settings(own, where=f"{where} of {settings.where}")
-    # Whatever scales reads the part of a head that turns; plain frequencies are of all of it.
-    whole = kind == "default" or own.get("partial_rotary_factor") is None
+    # Whatever scales reads the part of a head that turns; plain frequencies are of all of it in most families.
+    whole = (kind == "default" and not partial) or own.get("partial_rotary_factor") is None
     part = 1.0 if whole else read.number("partial_rotary_factor")
     dim, base = int(head_dim * part), read.number("rope_theta")
     scaling = None if kind == "default" else _scaling(kind, read, settings, base, dim)

@@ -22,10 +22,13 @@ __all__ = [
     "Linear",
     "Llama3",
     "LongRope",
+    "Mixer",
     "Mlp",
     "Norm",
     "Rope",
     "RopeScaling",
+    "ShortConv",
+    "Sigmoid",
     "UnknownDecoder",
     "Yarn",
 ]
@@ -145,6 +148,22 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A gated short convolution (LFM2): of b, c and x, which one product makes, c times the convolved b * x.
+
+    Attributes:
+        width: a channel of a row is made of its own and of those at the ``width`` - 1 positions before it.
+        bias: of both products and of the convolution.
+    """
+
+    width: int
+    bias: bool = False
+
+
+Mixer = Attention | ShortConv
+
+
+@dataclass(frozen=True, slots=True)
 class Gated:
     """act(gate) * up, then down; ``width``: between."""
 
@@ -154,10 +173,27 @@ class Gated:
 
 
 @dataclass(frozen=True, slots=True)
+class Sigmoid:
+    """Experts are chosen by the sigmoid of a logit plus a bias; shares are without it (DeepSeek-V3, arXiv 2412.19437).
+
+    Only those in the ``best`` of ``groups`` equal groups are, by the sum of each group's two largest. Shares are
+    multiplied by ``scale``.
+    """
+
+    groups: int
+    best: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Gated MLPs without biases, of which each row has the ``chosen`` likeliest of ``count``.
 
-    A router's softmax says how likely. ``norm``: the shares of a row's experts add up to one, else those of all do.
+    Attributes:
+        act, width, count, chosen: as said.
+        norm: the shares of a row's experts add up to one; else they are what the router says.
+        router: what says how likely; None for the softmax of a logit for each.
+        shared: width of one more, which each row has in full; 0 for none.
     """
 
     act: Activation
@@ -165,6 +201,8 @@ class Experts:
     count: int
     chosen: int
     norm: bool
+    router: Sigmoid | None = None
+    shared: int = 0
 
 
 Mlp = Gated | Experts
@@ -172,17 +210,24 @@ Mlp = Gated | Experts
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer, whose attention and MLP are added to the residual one after the other.
+    """A decoder layer, whose mixer and MLP are added to the residual one after the other.
 
     Attributes:
-        before: norms of what attention and the MLP read; None where attention reads the residual as it is.
+        mixer: what brings tokens together; the part of a layer that plans and weights call attention.
+        before: norms of what mixer and MLP read; None where the mixer reads the residual as it is.
         after: norms of what they add; None for none.
     """
 
-    attention: Attention
+    mixer: Mixer
     mlp: Mlp
     before: tuple[Norm | None, Norm]
     after: tuple[Norm, Norm] | None = None
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer, of a layer that has attention."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,4 +276,9 @@ class DecoderSpec:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary positions, each once."""
-        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers))
+        return tuple(dict.fromkeys(own.rope for own in self.attentions))
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Of the layers that have attention."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))

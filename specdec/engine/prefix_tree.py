@@ -5,9 +5,10 @@ the hidden states that drafters read. A new text walks down as far as its tokens
 copy from a text that is still being decoded. A text that ends adds to the tree what is missing. When the tree is full,
 the least recently used leaf is removed.
 
-The rules are those of :mod:`specdec.engine.prefix_cache`: slots are copied one by one. For layers with a sliding window
-a node holds the keys that were left; if these lack a key that the next token sees, the text starts from a shorter
-beginning. After a change of the model the tree starts empty.
+The rules are those of :mod:`specdec.engine.prefix_cache`, and nodes give their keys as a running text's cache does
+(:class:`specdec.step.cache.Known`). For layers with a sliding window a node holds the keys that were left; if these
+lack a key that the next token sees, the text starts from a shorter beginning. After a change of the model the tree
+starts empty.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from threading import RLock
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from specdec.engine.prefix_cache import KeptText, PrefixCache, alike
 from specdec.settings.parsing import check_positive
-from specdec.step.cache import KVCache
-from specdec.step.slots import Slots
+from specdec.step.state import LayerState, Piece
 from specdec.target import Target
 
 __all__ = ["PrefixTree"]
@@ -39,7 +39,7 @@ class _Piece:
     values: torch.Tensor
 
     @classmethod
-    def of(cls, group: Slots, start: int, end: int) -> _Piece:
+    def of(cls, group: LayerState, start: int, end: int) -> _Piece:
         """A copy of what a cache holds of the positions [start, end)."""
         first = min(max(start, group.first), end)
         return cls(*group.read(first, end))
@@ -108,28 +108,17 @@ class _Text(KeptText):
         self.tree.keep(self)
 
 
-class _Version(NamedTuple):
-    """What a text's keys and values hang on beside its tokens: the model as it is, and the salt of those who share."""
-
-    model: object
-    salt: str
-
-
-def _version(text: KeptText) -> _Version:
-    assert isinstance(text.version, _Version)
-    return text.version
-
-
 class _Salted(PrefixCache):
     """A tree for the texts of one salt."""
 
     def __init__(self, tree: PrefixTree, salt: str) -> None:
         self._tree, self._salt = tree, salt
 
-    def begin(
-        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int], *, forgoes: bool = False
-    ) -> tuple[KeptText, dict[int, torch.Tensor]]:
-        return self._tree.begin(target, cache, tokens, taps, forgoes=forgoes, salt=self._salt)
+    def _new(self, *text: Any, forgoes: bool) -> KeptText:
+        return self._tree._new(*text, forgoes=forgoes, salt=self._salt)
+
+    def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
+        return self._tree._taken(text)
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +126,7 @@ class _Running:
     """A text that may go on: what is known of it, and whether its sequence, which has the text, still is there."""
 
     known: KeptText
-    text: weakref.ref[_Text]
+    text: weakref.ref[KeptText]
 
 
 class PrefixTree(PrefixCache):
@@ -199,34 +188,25 @@ class PrefixTree(PrefixCache):
         """
         return _Salted(self, salt) if salt else self
 
-    def begin(
-        self,
-        target: Target,
-        cache: KVCache,
-        tokens: Sequence[int],
-        taps: Collection[int],
-        *,
-        forgoes: bool = False,
-        salt: str = "",
-    ) -> tuple[KeptText, dict[int, torch.Tensor]]:
-        """As :meth:`specdec.engine.prefix_cache.PrefixCache.begin`."""
-        version, none = _Version(target.version(), salt), {layer: list[torch.Tensor]() for layer in taps}
-        text = _Text(target, version, cache, tokens, none, forgoes=forgoes)
-        object.__setattr__(text, "tree", self)
+    def _new(self, *text: Any, forgoes: bool, salt: str = "") -> KeptText:
+        made = _Text(*text, forgoes=forgoes, salt=salt)
+        object.__setattr__(made, "tree", self)
+        return made
+
+    def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
         with self._lock:
             self._sweep()
             hidden = self._take(text)
-            self._running = [one for one in self._running if one.known.cache is not cache]  # where it looks again
-            known = KeptText(target, text.version, cache, tokens, text.taps, text.known)
-            self._running.append(_Running(known, weakref.ref(text)))
-        text.begin(hidden)
-        return text, hidden
+            self._running = [one for one in self._running if one.known.cache is not text.cache]  # where it looks again
+            same = text.target, text.version, text.cache, text.tokens, text.taps, text.known
+            self._running.append(_Running(KeptText(*same, salt=text.salt), weakref.ref(text)))
+        return hidden
 
     def keep(self, text: KeptText) -> None:
         """Have what was run of a text that goes on no more."""
         with self._lock:
             self._running = [one for one in self._running if one.known.cache is not text.cache]
-            if _version(text).model == text.target.version():
+            if text.version == text.target.version():
                 self._insert(text)
 
     def _sweep(self) -> None:
@@ -239,7 +219,7 @@ class PrefixTree(PrefixCache):
 
     def _root(self, text: KeptText) -> _Node:
         """What begins all texts of a model as it is now; whatever was known of it as it was before is forgotten."""
-        place = id(text.target), _version(text).salt
+        place = id(text.target), text.salt
         target, version, root = self._roots.get(place, (None, None, None))
         if root is None or target is not text.target or version != text.version:
             if root is not None:
@@ -252,18 +232,15 @@ class PrefixTree(PrefixCache):
         """Fill a text's empty cache with the longest beginning that is known; the hidden states of these tokens."""
         path, count = self._path(text)
         for running in sorted(self._running, key=lambda one: one.known.shared(text), reverse=True):
-            known = running.known
-            shared = known.shared(text)
-            if shared <= count:
+            if running.known.shared(text) <= count:
                 break
-            if text.cache.take(known.cache, shared):
-                return known.hidden(text.taps, shared)
+            if (hidden := running.known.give(text)) is not None:
+                return hidden
         self._clock += 1
         for node in path:
             node.used = self._clock
-        if not count:
+        if not count or not text.cache.take(_Path(path), count):
             return {}
-        _fill(text.cache, path, count)
         seen = [*takewhile(lambda node: text.taps.keys() <= node.taps.keys(), path)]
         return {layer: torch.cat([node.taps[layer] for node in seen])[:count] for layer in text.taps if seen}
 
@@ -283,7 +260,7 @@ class PrefixTree(PrefixCache):
             counts.append(size)
             if shared < len(child.tokens):
                 break
-        while path and not _holds(text.cache, path, counts[-1]):
+        while path and text.cache.points(_Path(path), counts[-1]) < counts[-1]:
             path.pop()
             counts.pop()
         return path, counts[-1] if counts else 0
@@ -363,34 +340,25 @@ def _below(root: _Node) -> Iterator[_Node]:
         yield node
 
 
-def _held_from(path: Sequence[_Node], group: int, count: int) -> int:
-    """The first position from which on a path has all keys of a group of layers, up to the ``count``-th."""
-    for node in reversed(path):
-        missing = len(node.tokens) - node.pieces[group].size
-        if missing:
-            return min(node.start + missing, count)
-    return 0
+class _Path:
+    """Nodes one below the other, as what is known of a text."""
+
+    def __init__(self, nodes: Sequence[_Node]) -> None:
+        self.groups = [_Pieces(nodes, place) for place in range(len(nodes[0].pieces))]
 
 
-def _holds(cache: KVCache, path: Sequence[_Node], count: int) -> bool:
-    """Whether a path holds what the token at position ``count`` sees."""
-    return all(
-        _held_from(path, place, count) <= (0 if group.window is None else max(0, count - group.window + 1))
-        for place, group in enumerate(cache.groups)
-    )
+class _Pieces:
+    """What a path has of one group of layers."""
 
+    def __init__(self, nodes: Sequence[_Node], place: int) -> None:
+        self._pieces = [(node.start, node.end, node.pieces[place]) for node in nodes]
+        lacking = ((end - piece.size, start) for start, end, piece in reversed(self._pieces))
+        self.first = next((held for held, start in lacking if held > start), 0)
 
-def _fill(cache: KVCache, path: Sequence[_Node], count: int) -> None:
-    """Have the first ``count`` tokens of a path in an empty cache, of rings as many as it has and there is room for."""
-    cache.grow(count)
-    for place, group in enumerate(cache.groups):
-        group.first = first = max(_held_from(path, place, count), count - group.limit)
-        if first:  # masked slots are read too, and what is in them must be numbers
-            group.clear()
-        for node in path:
-            piece, start, end = node.pieces[place], max(first, node.start), min(node.end, count)
-            if start >= end:
-                continue
-            offset = start - (node.end - piece.size)
-            group.fill(start, *(store.narrow(3, offset, end - start) for store in (piece.keys, piece.values)))
-    cache.length = cache.written = count
+    def parts(self, first: int, last: int) -> Iterator[Piece]:
+        for begin, end, piece in self._pieces:
+            start, stop = max(first, begin), min(end, last)
+            if start < stop:
+                offset = start - (end - piece.size)
+                keys, values = (store.narrow(3, offset, stop - start) for store in (piece.keys, piece.values))
+                yield start, keys, values

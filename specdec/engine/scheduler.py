@@ -30,7 +30,6 @@ from specdec.errors import ConfigError
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.settings.arguments import checked
 from specdec.settings.copies import NotCopied
-from specdec.step.cache import KVCache
 
 __all__ = ["Event", "Handle", "Scheduler"]
 
@@ -321,11 +320,7 @@ class Scheduler(NotCopied):
         if self._cache_bytes is None and not target.pages:
             return 0
         capacity, rows = cache_sizes(self._engine, prompt_tokens, max_new_tokens)
-        specs, drafted = target.specs, self._engine.max_rows
-        if target.pages:
-            size = KVCache.most_page_bytes(specs, capacity=capacity, rows=rows, drafted=drafted)
-        else:
-            size = KVCache.most_bytes(specs, capacity=capacity, rows=rows)
+        size = target.most_bytes(capacity=capacity, rows=rows, drafted=self._engine.max_rows)
         if self._cache_bytes is not None and size > self._cache_bytes:
             raise ConfigError(
                 f"a text of up to {capacity} tokens may need {size} bytes of cache, and cache_bytes is "

@@ -29,7 +29,7 @@ from specdec.runners.visibility import bucket
 from specdec.step.cache import KVCache
 from specdec.step.first_time import FirstTimes
 from specdec.step.pages import PagePool
-from specdec.step.slots import LayerSpec
+from specdec.step.state import LayerSpec
 from specdec.step.step_io import Part, StepInput
 from specdec.step.step_output import StepOutput
 
@@ -141,6 +141,11 @@ class CudaExecutor(TorchExecutor):
         for spec, layers in Counter(self.specs).items():
             pools[spec] = self._pools.setdefault((spec, layers), PagePool(spec, layers))
         return KVCache(self.specs, capacity=capacity, rows=rows, pools=pools)
+
+    def most_bytes(self, *, capacity: int, rows: int, drafted: int) -> int:
+        if not self.pages:
+            return super().most_bytes(capacity=capacity, rows=rows, drafted=drafted)
+        return KVCache.most_page_bytes(self.specs, capacity=capacity, rows=rows, drafted=drafted)
 
     def attention(self) -> str:
         return super().attention() if self.varies is not None else "by Triton, cut at fixed positions of the text"

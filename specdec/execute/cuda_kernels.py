@@ -29,8 +29,7 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
 
 def kernels_for(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> ModuleType | None:
     """The kernels, tried on the decoder's heads; None, with a warning, if they are missing or fail."""
-    every = (layer.attention for layer in spec.layers)
-    shapes = {(own.heads, own.kv_heads, own.head_dim, own.qk_norm is not None) for own in every}
+    shapes = {(own.heads, own.kv_heads, own.head_dim, own.qk_norm is not None) for own in spec.attentions}
     return layer_kernels(device, dtype, frozenset(shapes))
 
 
@@ -50,8 +49,8 @@ def _computed(spec: DecoderSpec) -> DecoderSpec:
 
 
 def _computed_layer(layer: Layer) -> Layer:
-    own, mlp = layer.attention, layer.mlp
-    attention = Attention(
+    own, mlp = layer.mixer, layer.mlp
+    attention: Any = isinstance(own, Attention) and Attention(
         own.heads,
         own.kv_heads,
         own.head_dim,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer
+from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer, Mixer, Sigmoid
 from specdec.execute.norm import normed_heads
 from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step import device_copies
@@ -36,8 +36,9 @@ __all__ = [
     "layer_around",
 ]
 
-Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]."""
+Mix = Callable[..., torch.Tensor]
+"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]. Of a
+convolution: inputs [T, D] -> convolved [T, D]."""
 
 ByRow = Callable[[torch.Tensor], torch.Tensor]
 """[T, D] -> [T, D], such as :class:`specdec.execute.norm.RmsNorm`."""
@@ -71,10 +72,19 @@ class GatedWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """``router``: [D] to a logit for each expert."""
+    """Of all experts.
+
+    Attributes:
+        router: [D] to a logit for each expert.
+        each: of each.
+        bias: [E] what is added when experts are chosen by sigmoids, in full precision, as the router then is.
+        shared: of the one that each row has, if any.
+    """
 
     router: LinearKernel
     each: Sequence[GatedWeights]
+    bias: torch.Tensor | None = None
+    shared: GatedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,13 +92,14 @@ class LayerWeights:
     """What a layer multiplies by; a part that never runs has none.
 
     Attributes:
-        before: norms of what attention and the MLP read, or whatever else comes before them, a convolution in a norm's
-            place; None where they read rows as they are.
+        before: norms of what mixer and MLP read, or whatever else comes before them, a convolution in a norm's place;
+            None where they read rows as they are.
         after: the same of what they add, where the layer has these.
-        qkv: queries, keys and values in one product.
-        out: after attention.
+        qkv: queries, keys and values in one product; of a convolution its two gates and what they are between.
+        out: after the mixer.
         heads: [H + G, 1, d] norms of queries and keys, offset included, where the layer has these.
         mlp: of one MLP, or of experts.
+        taps: [W, D] of a convolution, the oldest first, and its bias [D], if it has one.
     """
 
     before: tuple[ByRow | None, ByRow | None]
@@ -97,13 +108,14 @@ class LayerWeights:
     out: LinearKernel | None
     heads: torch.Tensor | None
     mlp: GatedWeights | ExpertWeights | None
+    taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
 
 def layer(
     spec: Layer,
     weights: LayerWeights,
     hidden: torch.Tensor,
-    angles: Angles,
+    angles: Angles | None,
     mix: Mix,
     parts: Part = Part.BOTH,
     *,
@@ -116,13 +128,13 @@ def layer(
         spec: what it computes.
         weights: by what.
         hidden: [T, D]; [N, D] where ``reads`` are of other rows, too, which have keys and values alone.
-        angles: rotary positions [T, d].
-        mix: attention.
+        angles: rotary positions [T, d]; not read by a convolution.
+        mix: attention, or the convolution.
         parts: what runs.
         reads: [T, I] what queries, keys and values are made of, where that is not ``hidden`` normed (EAGLE).
         wanted: the N rows that go on, for which ``mix`` gives [1, H, N, d]; the others are only attended to.
     """
-    attend = partial(attention, spec.attention, weights, angles=angles, mix=mix)
+    attend = partial(_mixed, spec.mixer, weights, angles=angles, mix=mix)
     return layer_around(spec, weights, hidden, attend, parts, reads=reads, wanted=wanted)
 
 
@@ -163,6 +175,16 @@ def _read(before: ByRow | None, hidden: torch.Tensor) -> torch.Tensor:
 def _added(product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, after: ByRow | None) -> torch.Tensor:
     """``hidden`` plus the product, which may be normed."""
     return product.add(rows, hidden) if after is None else hidden + after(product(rows))
+
+
+def _mixed(own: Mixer, weights: LayerWeights, reads: torch.Tensor, angles: Angles | None, mix: Mix) -> torch.Tensor:
+    """What attention gives, or a convolution [T, D], for rows [T, I]."""
+    if isinstance(own, Attention):
+        assert angles is not None
+        return attention(own, weights, reads, angles, mix)
+    assert weights.qkv is not None
+    before, after, inputs = weights.qkv(reads).chunk(3, -1)
+    return after * mix(before * inputs)
 
 
 def attention(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:
@@ -223,15 +245,37 @@ def _gated(act: Activation, weights: GatedWeights, normed: torch.Tensor) -> torc
 
 def _by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tensor:
     """[T, D] the sum of what each row's experts give, by their shares."""
-    logits = weights.router(normed)
-    shares = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    shares, chosen = shares.topk(spec.chosen, -1)
+    if spec.router is None:
+        logits = weights.router(normed)
+        shares = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        shares, chosen = shares.topk(spec.chosen, -1)
+    else:
+        shares, chosen = _by_sigmoids(spec.router, spec.chosen, weights, normed)
     if spec.norm:
         shares = shares / shares.sum(-1, keepdim=True)
-    total = torch.zeros_like(normed)
+    if spec.router is not None:
+        shares = shares * spec.router.scale
+    shared = weights.shared
+    total = torch.zeros_like(normed) if shared is None else shared.down(_gated(spec.act, shared, normed))
     for number in sorted({*chosen.flatten().tolist()}):
         rows, rank = torch.where(chosen == number)
         expert = weights.each[number]
         own = expert.down(_gated(spec.act, expert, normed[rows])) * shares[rows, rank, None]
         total = total.index_add(0, rows, own.to(total.dtype))
     return total
+
+
+def _by_sigmoids(
+    own: Sigmoid, count: int, weights: ExpertWeights, normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, count] sigmoids of the experts that are chosen, and their numbers."""
+    found = weights.router(normed.to(torch.promote_types(normed.dtype, torch.float32))).sigmoid()
+    assert weights.bias is not None
+    ranked = found + weights.bias
+    if own.best < own.groups:
+        groups = ranked.view(len(ranked), own.groups, -1)
+        best = groups.topk(2, -1).values.sum(-1).topk(own.best, -1).indices
+        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        ranked = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).view(ranked.shape)
+    chosen = ranked.topk(count, -1).indices
+    return found.gather(-1, chosen), chosen

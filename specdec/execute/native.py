@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specdec.decoder.spec import DecoderSpec, Experts, Layer
+from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import GatedWeights, LayerWeights
 from specdec.execute.native_parts import PartLayers
@@ -39,10 +39,16 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
         return f"native layers run on a CPU, and the model is on {device}"
     if dtype not in _DTYPES:
         return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
+    if others := sorted({type(own.mixer).__name__ for own in spec.layers} - {Attention.__name__}):
+        return f"native layers compute attention, and no {others[0]}"
     if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
         return "native layers need all layers to have the same heads"
     if len(acts := {layer.mlp.act for layer in spec.layers}) > 1:
         return "native layers need all layers to have the same activation"
+    if any(layer.attention.rope.dim != layer.attention.head_dim for layer in spec.layers):
+        return "native layers turn whole heads, and here a part of each turns"
+    if any(isinstance(own := layer.mlp, Experts) and (own.router or own.shared) for layer in spec.layers):
+        return "native layers choose experts by a softmax, and have none that all rows share"
     if not acts <= {"silu", "gelu_tanh"}:
         return f"native layers have SiLU or GELU in its tanh form, and here it is {acts.pop()}"
     head_dim, widths = spec.layers[0].attention.head_dim, {layer.mlp.width for layer in spec.layers}

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from specdec.decoder.names import FUSED, Weight
+from specdec.decoder.names import CHOICE, FUSED, Weight
 from specdec.decoder.spec import Attention, Experts, Norm
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights
@@ -24,7 +24,6 @@ __all__ = ["DecoderWeights", "Kernel", "rows_of"]
 
 Kernel = DenseLinear | PackedWeight
 _QKV = ("attention.q", "attention.k", "attention.v")
-_GATE_UP = ("mlp.gate", "mlp.up")
 
 
 def rows_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor:
@@ -93,16 +92,33 @@ class DecoderWeights:
         sides = _sides(spec.before)
         before = [None if norm is None else self._norm(norm, Weight(f"before.{own}", number)) for norm, own in sides]
         after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ()) if norm]
-        qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in (_QKV, ("attention.o",)))
+        attends = isinstance(spec.mixer, Attention)
+        products = (_QKV, ("attention.o",)) if attends else (("conv.in",), ("conv.out",))
+        qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in products)
         mlp: GatedWeights | ExpertWeights
         if isinstance(spec.mlp, Experts):
-            mlp = ExpertWeights(self._product(Weight("experts.router", number)), self._experts(number))
+            mlp = self._mixture(number, spec.mlp)
         else:
-            gate_up = self._product(*(Weight(part, number) for part in _GATE_UP))
-            mlp = GatedWeights(gate_up, self._product(Weight("mlp.down", number)))
+            mlp = self._gated("mlp", number)
         trim_heap()
         both = (before[0], before[1]), (after[0], after[1]) if after else None
-        return LayerWeights(*both, qkv, out, self._heads(number, spec.attention), mlp)
+        heads, taps = (self._heads(number, spec.attention), None) if attends else (None, self._taps(number))
+        return LayerWeights(*both, qkv, out, heads, mlp, taps)
+
+    def _gated(self, part: str, number: int) -> GatedWeights:
+        gate_up = self._product(Weight(f"{part}.gate", number), Weight(f"{part}.up", number))
+        return GatedWeights(gate_up, self._product(Weight(f"{part}.down", number)))
+
+    def _mixture(self, number: int, own: Experts) -> ExpertWeights:
+        place = Weight("experts.router", number)
+        if own.router is None:
+            router, bias = self._product(place), None
+        else:
+            full = torch.promote_types(self._dtype, torch.float32)
+            router = DenseLinear(self._alone(place).to(full))
+            bias = self._checkpoint.read(place._replace(kind=CHOICE)).to(self._device, full)
+        each = self._experts(number)
+        return ExpertWeights(router, each, bias, self._gated("shared", number) if own.shared else None)
 
     def _norm(self, norm: Norm, weight: Weight) -> RmsNorm:
         return RmsNorm(norm, self._alone(weight))
@@ -172,6 +188,14 @@ class DecoderWeights:
         if self._kernel is not PackedWeight or not all(map(self._checkpoint.has, first)):
             return False
         return all(self._checkpoint.blocks(weight) is not None for weight in first)
+
+    def _taps(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[W, D] and [D] what a convolution multiplies by and adds, in float32 at least."""
+        weight = Weight("conv.taps", number)
+        bias = self._alone(own) if self._checkpoint.has(own := weight._replace(kind="bias")) else None
+        wide = torch.promote_types(self._dtype, torch.float32)
+        taps = self._alone(weight)[:, 0].t().to(wide).contiguous()
+        return taps, None if bias is None else bias.to(wide)
 
     def _heads(self, number: int, own: Attention) -> torch.Tensor | None:
         """[H + G, 1, d] what queries and keys are multiplied by when they are normed."""

@@ -212,6 +212,9 @@ class DescribedTarget(NotCopied, Target):
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         return self.executor.new_cache(capacity=capacity, rows=rows)
 
+    def most_bytes(self, *, capacity: int, rows: int, drafted: int) -> int:
+        return self.executor.most_bytes(capacity=capacity, rows=rows, drafted=drafted)
+
     def cache_room(self) -> int | None:
         left = device_copies.free_bytes(self.device) if self.pages else None
         return None if left is None else int(_PAGES_SHARE * left) + sum(pool.free_bytes for pool in self.executor.pools)

@@ -20,7 +20,7 @@ from specdec.runners.linear import LinearKernel
 from specdec.runners.replicas import Evaluated
 from specdec.runners.rotary import Angles, rotate
 from specdec.runners.rows import Rows
-from specdec.step.slots import LayerSpec
+from specdec.step.state import LayerSpec
 
 __all__ = ["FusedLayer", "FusedNorm", "ModuleLayer", "ProbeLayer"]
 

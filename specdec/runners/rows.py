@@ -18,8 +18,7 @@ import torch
 from specdec.errors import TargetError
 from specdec.runners.visibility import Layout, slot_ranges
 from specdec.step import device_copies
-from specdec.step.pages import PagedSlots
-from specdec.step.slots import ContiguousSlots, Slices, Slots
+from specdec.step.state import LayerState
 from specdec.step.step_io import StepInput
 from specdec.step.tree import ancestors
 
@@ -53,8 +52,8 @@ class TextRows:
         self.depths = step.depths[begin:end]
         self.number, self.device, self.backend = number, device or _HOST, backend
         self._step = step
-        self._seen: dict[int, tuple[tuple[int, int], Slices, Slices]] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
+        self._windows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
 
     @property
@@ -92,14 +91,7 @@ class TextRows:
         """Keys and values [1, heads, slots, dim] that a layer's rows may see, and the mask over them."""
         group = self.cache.group_of[layer]
         span, mask = self.mask(group, dtype)
-        place = self.cache.index_in_group[layer]
-        if isinstance(group, PagedSlots):  # a copy, so it is made behind each layer's storing
-            return *group.of_layer(place, *span), mask
-        found = self._seen.get(id(group))
-        if found is None:
-            assert isinstance(group, ContiguousSlots)
-            found = self._seen[id(group)] = (span, *group.slices(span[0], span[1] - span[0]))
-        return found[1][place], found[2][place], mask
+        return *group.of_layer(self.cache.index_in_group[layer], *span), mask
 
     def seen(self, keys: int, device: torch.device) -> torch.Tensor:
         """[T, keys] bool: which of the last ``keys`` rows of the tree each row sees."""
@@ -109,14 +101,35 @@ class TextRows:
             closure = torch.from_numpy(ancestors(self.parents)).to(device)
         return closure[self.first :, self.last - keys :]
 
-    def mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
+    def window_slots(self, group: LayerState, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[W, T] the slots of each row and of the tokens before it, the row's last; and which of these are of no token.
+
+        The latter is None where all are. The tokens before a row are its ancestors in the tree, then committed ones.
+        """
+        found = self._windows.get((id(group), width))
+        if found is None:
+            at = np.arange(self.length + self.first, self.length + self.last)
+            every = [at]
+            for _ in range(width - 1):
+                before = at - 1
+                if self.parents is not None:  # of which the root's is -1
+                    above = self.length + self.parents[np.maximum(at - self.length, 0)]
+                    before = np.where(at >= self.length, above, before)
+                every.append(at := before)
+            places = np.stack(every[::-1])
+            slots = torch.from_numpy(places % group.size).to(group.device)
+            lacking = torch.from_numpy(places < 0).to(group.device) if places.min() < 0 else None
+            found = self._windows[id(group), width] = slots, lacking
+        return found
+
+    def mask(self, group: LayerState, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
         """Slots [first, last) to attend over, and an additive mask [T, slots]; None where all rows see all slots."""
         key = (id(group), dtype)
         if key not in self._masks:
             self._masks[key] = self._mask(group, dtype)
         return self._masks[key]
 
-    def _mask(self, group: Slots, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
+    def _mask(self, group: LayerState, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
         layout = self.layout(group, dtype)
         tail, prefix = layout.tail, layout.prefix
         if layout.mask is None and not layout.causal and isinstance(tail, tuple):
@@ -133,14 +146,14 @@ class TextRows:
         mask[:, slice(*tail) if isinstance(tail, tuple) else tail] = seen
         return (0, size), mask
 
-    def layout(self, group: Slots, dtype: torch.dtype) -> Layout:
+    def layout(self, group: LayerState, dtype: torch.dtype) -> Layout:
         """The slots to attend over in two parts: those that every row sees, and a tail that needs a mask."""
         key = (id(group), dtype)
         if key not in self._layouts:
             self._layouts[key] = self._layout(group, dtype)
         return self._layouts[key]
 
-    def _layout(self, group: Slots, dtype: torch.dtype) -> Layout:
+    def _layout(self, group: LayerState, dtype: torch.dtype) -> Layout:
         length, end, tree = self.length, self.length + self.last, self.last
         device, window, own_depths = group.device, group.window, self.depths[self.first :]
         # The shallowest row sees committed keys from `edge` on, the deepest row from `common` on.

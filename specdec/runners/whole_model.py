@@ -24,7 +24,7 @@ from specdec.errors import TargetError
 from specdec.runners.experts import choose_all
 from specdec.runners.replicas import Evaluated, Replicas
 from specdec.runners.rows import Rows, TextRows
-from specdec.step.slots import LayerSpec
+from specdec.step.state import LayerSpec
 from specdec.step.step_io import FINAL
 from specdec.step.step_output import StepOutput
 

@@ -14,7 +14,7 @@ T rows fill R slots. A ring of exactly W slots would lose T - 1 live keys to row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,18 @@ import torch
 
 from specdec.errors import DraftError
 from specdec.settings.copies import NotCopied
-from specdec.step.pages import PAGE, PagedSlots, PagePool
-from specdec.step.slots import ContiguousSlots, LayerSpec, Slots
+from specdec.step.pages import PAGE, PagePool
+from specdec.step.slots import ContiguousSlots
+from specdec.step.state import Held, LayerSpec, LayerState
 
-__all__ = ["KVCache", "LayerSpec", "Slots"]
+__all__ = ["KVCache", "Known", "LayerSpec", "LayerState"]
+
+
+class Known(Protocol):
+    """What is known of a text: its cache, or nodes of a prefix tree. ``groups``: in the layers of each spec."""
+
+    @property
+    def groups(self) -> Sequence[Held]: ...
 
 
 class KVCache(NotCopied):
@@ -65,15 +73,13 @@ class KVCache(NotCopied):
         members: dict[LayerSpec, list[int]] = {}
         for layer, spec in enumerate(specs):
             members.setdefault(spec, []).append(layer)
-        self.groups: list[Slots] = [
+        self.groups: list[LayerState] = [
             ContiguousSlots(spec, len(layers), spec.slots(capacity, rows))
             if pools is None
             else pools[spec].slots(capacity=capacity, rows=rows)
             for spec, layers in members.items()
         ]
-        self._growing = [group for group in self.groups if isinstance(group, ContiguousSlots)]
-        self._paged = [group for group in self.groups if isinstance(group, PagedSlots)]
-        self._rings = [group for group in self.groups if group.window is not None]
+        self._paged, self._reserving = pools is not None, [group for group in self.groups if group.reserves]
         of_spec = dict(zip(members, self.groups, strict=True))
         self.group_of = [of_spec[spec] for spec in specs]
         self.index_in_group = [members[spec].index(layer) for layer, spec in enumerate(specs)]
@@ -95,13 +101,12 @@ class KVCache(NotCopied):
         return sum((linear if spec.window is None else pages) * PAGE * spec.slot_bytes for spec, pages in sizes)
 
     def _view(self) -> None:
-        # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
         places = zip(self.group_of, self.index_in_group, strict=True)
-        views = [(group.keys[n], group.values[n]) for group, n in places if isinstance(group, ContiguousSlots)]
+        # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
+        views = [] if self._paged else [group.whole(n) for group, n in places]
         self.keys: Sequence[torch.Tensor] = _Copies(self, 0) if self._paged else [keys for keys, _ in views]
         self.values: Sequence[torch.Tensor] = _Copies(self, 1) if self._paged else [values for _, values in views]
-        growing = [group.size for group in self._growing if group.size < group.limit]
-        self._room = min(growing, default=self.capacity + self.rows)
+        self._room = min((group.room for group in self.groups), default=self.capacity + self.rows)
         self._table: npt.NDArray[np.int64] | None = None
         self.described: Any = None
 
@@ -125,20 +130,18 @@ class KVCache(NotCopied):
         """
         if end <= self.written:
             return
-        for ring in self._rings:
-            ring.first = max(ring.first, end - ring.limit)
-        self.grow(end)
-        for paged in self._paged:
-            paged.hold(end)
+        if end > self._room:
+            self.grow(end)
+        for group in self._reserving:
+            group.reserve(end)
         self.written = end  # last, as an interrupt may come anywhere
 
     def grow(self, end: int) -> None:
         """Have room for positions up to ``end``, which are not written yet. Pages are taken when they are needed."""
         if end <= self._room:
             return
-        for group in self._growing:
-            if group.size < min(end, group.limit):
-                group.grow(min(group.limit, max(end, 2 * group.size)))
+        for group in self.groups:
+            group.grow(end)
         self.grown += 1
         self._view()
 
@@ -178,23 +181,30 @@ class KVCache(NotCopied):
                 group.move(source, self.length + first)
         self.length += len(path)
 
-    def take(self, former: KVCache, count: int) -> bool:
-        """Have the first ``count`` tokens of another cache of the same specs, if it holds what is seen of them.
+    def points(self, known: Known, most: int) -> int:
+        """The largest n <= ``most`` so that a text may go on from the first n tokens of one that is known; 0 for none.
 
-        Nothing is taken where a ring does not hold all that the next token sees. Where it holds more, more is taken, as
-        far as there is room: a text that branches off a little earlier may go on from that. This cache must be empty.
+        That is where the next token's layers have what they read of these: all keys that a window sees.
         """
-        starts = []
-        for mine, theirs in zip(self.groups, former.groups, strict=True):
-            # The next token, at position `count`, sees the window - 1 before it.
-            seen = 0 if mine.window is None else max(0, count - mine.window + 1)
-            if theirs.first > seen:
-                return False
-            starts.append(max(theirs.first, count - mine.limit))
+        pairs = [*zip(self.groups, known.groups, strict=True)]
+        while most and (least := min((mine.points(theirs, most) for mine, theirs in pairs), default=most)) < most:
+            most = least
+        return most
+
+    def take(self, known: Known, count: int) -> bool:
+        """Have the first ``count`` tokens of a text of the same specs, if a text may go on from these.
+
+        Of a ring more is taken than the next token sees, as far as it is there and there is room: a text that branches
+        off a little earlier may go on from that. This cache must be empty.
+        """
+        if not count or self.points(known, count) < count:
+            return False
+        pairs = [*zip(self.groups, known.groups, strict=True)]
+        starts = [max(theirs.first, count - mine.limit) for mine, theirs in pairs]
         self.grow(count)
-        for mine, theirs, first in zip(self.groups, former.groups, starts, strict=True):
+        for (mine, theirs), first in zip(pairs, starts, strict=True):
             mine.take(theirs, first, count)
-        for mine, theirs, first in zip(self.groups, former.groups, starts, strict=True):
+        for (mine, theirs), first in zip(pairs, starts, strict=True):
             if theirs.first > first:  # another thread goes on with that text, and wrote there meanwhile
                 return False
             mine.first = first
@@ -216,5 +226,4 @@ class _Copies(Sequence[torch.Tensor]):
 
     def __getitem__(self, layer: Any) -> Any:
         group, place = self._places[layer]
-        assert isinstance(group, PagedSlots)
-        return group.of_layer(place, 0, len(group.pages) * PAGE)[self._which]
+        return group.whole(place)[self._which]

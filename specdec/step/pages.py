@@ -13,7 +13,8 @@ sliding window is given back while its text goes on.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from threading import RLock
@@ -22,7 +23,7 @@ import torch
 
 from specdec.errors import CacheError
 from specdec.step import device_copies
-from specdec.step.slots import LayerSpec, Slots
+from specdec.step.state import Held, LayerSpec, LayerState, Piece
 
 __all__ = ["PAGE", "Page", "PagePool", "PagedSlots"]
 
@@ -138,7 +139,7 @@ class PagePool:
         )
 
 
-class PagedSlots(Slots):
+class PagedSlots(LayerState):
     """One text's slots in pages, for the layers of one spec; a slot's number is its position.
 
     Attributes:
@@ -149,7 +150,7 @@ class PagedSlots(Slots):
 
     def __init__(self, pool: PagePool, limit: int, size: int) -> None:
         self.window, self.limit, self.first, self.size = pool.spec.window, limit, 0, size
-        self.device, self.pool = pool.spec.device, pool
+        self.device, self.pool, self.room, self.reserves = pool.spec.device, pool, sys.maxsize, True
         self.pages: list[Page | None] = []
         self._oldest = 0  # how many pages were given back, or never held
         with torch.inference_mode(False):
@@ -169,8 +170,13 @@ class PagedSlots(Slots):
         heads, width = self.pool.spec.heads, self.pool.spec.key_dim
         return self._address, layer * 2 * heads * PAGE * width
 
-    def hold(self, end: int) -> None:
+    def grow(self, end: int) -> None:
+        """Does nothing: pages are taken when they are needed."""
+
+    def reserve(self, end: int) -> None:
         """Have pages for the positions [first, end), and none for earlier ones."""
+        if self.window is not None:
+            self.first = max(self.first, end - self.limit)
         oldest, wanted = self.first // PAGE, -(-end // PAGE)
         begin = max(len(self.pages), oldest)
         if wanted > begin:
@@ -195,35 +201,37 @@ class PagedSlots(Slots):
         self.pages[begin : begin + len(pages)] = pages
 
     def _parts(self, first: int, last: int) -> list[tuple[torch.Tensor | None, int, int]]:
-        """The pages' tensors that hold [first, last), each with the first and last of its positions."""
+        """The pages' tensors that hold [first, last), each with the first and last of its positions; one at least."""
         found = list[tuple[torch.Tensor | None, int, int]]()
         for number in range(first // PAGE, -(-last // PAGE)):
             page = self.pages[number] if number < len(self.pages) else None
             ends = max(first, number * PAGE), min(last, (number + 1) * PAGE)
             found.append((None if page is None else page.tensor, *ends))
-        return found
+        return found or [(None, first, last)]
 
-    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._read(slice(None), first, last)
+    def parts(self, first: int, last: int) -> Iterator[Piece]:
+        for tensor, begin, end in self._parts(first, last):
+            both = self._slots(tensor, slice(None), begin, end)[:, None]
+            yield begin, both[:, :, 0], both[:, :, 1]
+
+    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``of_layer``."""
+        return self.of_layer(layer, 0, len(self.pages) * PAGE)
 
     def of_layer(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of one layer's keys and values [1, heads, n, dim], for what reads no pages."""
-        keys, values = self._read(slice(layer, layer + 1), first, last)
-        return keys[0], values[0]
+        """A copy, for what reads no pages; what is stored later is not in it."""
+        own = slice(layer, layer + 1)
+        both = torch.cat([self._slots(tensor, own, *ends) for tensor, *ends in self._parts(first, last)], 3)
+        return both[:, 0], both[:, 1]
 
-    def _read(self, layers: slice, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pieces = []
-        for tensor, begin, end in self._parts(first, last) or [(None, first, last)]:
-            if tensor is None:  # masked slots are read too, and what is in them must be numbers
-                pieces.append(torch.zeros(self.pool.shape, dtype=self.pool.spec.dtype, device=self.device))
-            else:
-                pieces.append(tensor)
-            pieces[-1] = pieces[-1][layers].narrow(3, begin % PAGE, end - begin)
-        both = torch.cat(pieces, 3)
-        return both[:, None, 0], both[:, None, 1]
+    def _slots(self, tensor: torch.Tensor | None, layers: slice, first: int, last: int) -> torch.Tensor:
+        """[layers, 2, heads, n, dim] these positions of a page; of one that is not held zeros."""
+        if tensor is None:  # masked slots are read too, and what is in them must be numbers
+            tensor = torch.zeros(self.pool.shape, dtype=self.pool.spec.dtype, device=self.device)
+        return tensor[layers].narrow(3, first % PAGE, last - first)
 
     def fill(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.hold(first + keys.shape[3])
+        self.reserve(first + keys.shape[3])
         self._write(slice(None), first, keys[:, 0], values[:, 0])
 
     def write(self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -248,15 +256,16 @@ class PagedSlots(Slots):
             assert here is not None
             there.select(3, new % PAGE).copy_(here.select(3, old % PAGE))
 
-    def take(self, theirs: Slots, first: int, count: int) -> None:
-        """As :meth:`Slots.take`; full pages are shared, and those tokens copied that fill no page."""
+    def take(self, held: Held, first: int, count: int) -> None:
+        """Full pages are shared, and those tokens copied that fill no page."""
         self.first = first
         full = count // PAGE
-        if isinstance(theirs, PagedSlots) and theirs.pool is self.pool and full > first // PAGE:
-            shared = theirs.pages[first // PAGE : full]
-            held = [page for page in shared if page is not None]
-            if len(held) == len(shared):  # else another thread goes on with that text
-                self._put(first // PAGE, held)
+        if isinstance(held, PagedSlots) and held.pool is self.pool and full > first // PAGE:
+            shared = held.pages[first // PAGE : full]
+            own = [page for page in shared if page is not None]
+            if len(own) == len(shared):  # else another thread goes on with that text
+                self._put(first // PAGE, own)
                 first = full * PAGE
         if count > first:
-            self.fill(first, *theirs.read(first, count))
+            self.reserve(count)
+            super().take(held, first, count)

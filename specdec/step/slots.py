@@ -1,109 +1,24 @@
-"""Slots: where one text's keys and values are, for all layers of one spec."""
+"""Slots beside each other, or in a ring: one text's keys and values, for all layers of one spec."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from ctypes import c_int64
-from dataclasses import dataclass
 
 import torch
 
 from specdec.native.library import library
 from specdec.step import device_copies
+from specdec.step.state import Held, LayerSpec, LayerState, Piece
 
-__all__ = ["ContiguousSlots", "LayerSpec", "Slices", "Slots"]
+__all__ = ["ContiguousSlots"]
 
-Slices = tuple[torch.Tensor, ...]
-
+_Views = tuple[torch.Tensor, ...]
 _START = 1024  # slots at first; they are doubled when full, so that a slot is copied once on average
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One layer's cache: ``heads`` key/value heads of ``key_dim`` and ``value_dim``; ``window`` None = all keys."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a layer's keys and values of one token."""
-        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-    def slots(self, capacity: int, rows: int) -> int:
-        """Slots that a text of ``capacity`` tokens needs with forwards of up to ``rows`` rows."""
-        linear = capacity + rows
-        return linear if self.window is None else min(linear, self.window + rows - 1)
-
-
-class Slots(ABC):
-    """The slots of all layers of one spec, for one text. Position p is in slot p mod ``size``.
-
-    Attributes:
-        window: of the spec.
-        device: of the tensors.
-        size: slots that there are.
-        limit: most positions that are held at once.
-        first: the first position that is held. Earlier ones were overwritten or given back, or never written, as in a
-            ring that was filled from another one.
-    """
-
-    window: int | None
-    device: torch.device
-    size: int
-    limit: int
-    first: int
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes held."""
-
-    @property
-    @abstractmethod
-    def slot_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
-
-    @abstractmethod
-    def place(self, layer: int) -> tuple[int, ...]:
-        """What kernels read to find a layer's keys and values, until slots move."""
-
-    @abstractmethod
-    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of keys and values [layers, 1, heads, n, dim] of the positions [first, last)."""
-
-    @abstractmethod
-    def fill(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values [layers, 1, heads, n, dim] of the positions from ``first`` on."""
-
-    @abstractmethod
-    def write(self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store one layer's keys and values [1, heads, T, dim] of the positions from ``first`` on."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Make all keys and values zeros."""
-
-    @abstractmethod
-    def move(self, source: Sequence[int], first: int) -> None:
-        """Copy the rows at ``source`` positions, ascending, to the positions from ``first`` <= ``source[0]`` on."""
-
-    @abstractmethod
-    def take(self, theirs: Slots, first: int, count: int) -> None:
-        """Have the positions [first, count) of another text's; these must be empty, and have room."""
-
-    def index(self, *ranges: tuple[int, int]) -> torch.Tensor:
-        """The slots of positions [first, last) of each range, as an index tensor made on the slots' device."""
-        parts = [torch.arange(first, last, device=self.device) for first, last in ranges]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).remainder_(self.size)
-
-
-class ContiguousSlots(Slots):
+class ContiguousSlots(LayerState):
     """``keys`` and ``values`` are [layers, 1, heads, size, dim]: one tensor each, so that a commit moves all layers.
 
     They grow up to ``limit`` slots; a ring wraps only once it has ``limit`` slots.
@@ -111,7 +26,8 @@ class ContiguousSlots(Slots):
 
     def __init__(self, spec: LayerSpec, layers: int, limit: int) -> None:
         self.window, self.limit, self.first, self.device = spec.window, limit, 0, spec.device
-        self.size = min(limit, _START)
+        self.reserves = spec.window is not None  # of a ring rows overwrite the oldest positions
+        self._resized(min(limit, _START))
         shape = (layers, 1, spec.heads, self.size)
         self.keys = torch.empty(*shape, spec.key_dim, dtype=spec.dtype, device=spec.device)
         self.values = torch.empty(*shape, spec.value_dim, dtype=spec.dtype, device=spec.device)
@@ -128,24 +44,41 @@ class ContiguousSlots(Slots):
         """The addresses of keys and values, and the number of slots."""
         return device_copies.address(self.keys[layer]), device_copies.address(self.values[layer]), self.size
 
-    def grow(self, size: int) -> None:
-        """Grow to ``size`` slots; the contents of the old slots are kept."""
-        grown = []
+    def _resized(self, size: int) -> None:
+        self.size, self.room = size, size if size < self.limit else sys.maxsize
+        self._seen: tuple[tuple[int, int], _Views, _Views] = ((-1, -1), (), ())  # of the slots that were asked for last
+
+    def grow(self, end: int) -> None:
+        """As of every state; the contents of the old slots are kept."""
+        if end <= self.room:
+            return
+        size, grown = min(self.limit, max(end, 2 * self.size)), []
         for former in (self.keys, self.values):
             grown.append(former.new_empty(*former.shape[:3], size, former.shape[4]))
             grown[-1].narrow(3, 0, self.size).copy_(former)
-        self.keys, self.values, self.size = *grown, size
+        self.keys, self.values = grown
+        self._resized(size)
 
-    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.window is None:
-            keys, values = (store.narrow(3, first, last - first).clone() for store in (self.keys, self.values))
-            return keys, values
+    def reserve(self, end: int) -> None:
+        self.first = max(self.first, end - self.limit)
+
+    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[layer], self.values[layer]
+
+    def of_layer(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views, made of all layers at once: slicing is most of what a tiny layer's cache costs."""
+        if self._seen[0] != (first, last):
+            keys, values = (store.narrow(3, first, last - first).unbind(0) for store in (self.keys, self.values))
+            self._seen = (first, last), keys, values
+        _, keys, values = self._seen
+        return keys[layer], values[layer]
+
+    def parts(self, first: int, last: int) -> Iterable[Piece]:
+        slot, count = first % self.size, last - first
+        if slot + count <= self.size:
+            return [(first, self.keys.narrow(3, slot, count), self.values.narrow(3, slot, count))]
         slots = self.index((first, last))
-        return self.keys.index_select(3, slots), self.values.index_select(3, slots)
-
-    def slices(self, first: int, count: int) -> tuple[Slices, Slices]:
-        """Per layer, views [1, heads, count, dim] of keys and values from slot ``first`` on."""
-        return self.keys.narrow(3, first, count).unbind(0), self.values.narrow(3, first, count).unbind(0)
+        return [(first, self.keys.index_select(3, slots), self.values.index_select(3, slots))]
 
     def fill(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._store(3, (self.keys, self.values), first, (keys, values))
@@ -183,15 +116,7 @@ class ContiguousSlots(Slots):
             for store in (self.keys, self.values):
                 store.select(3, new % self.size).copy_(store.select(3, old % self.size))
 
-    def take(self, theirs: Slots, first: int, count: int) -> None:
-        if not isinstance(theirs, ContiguousSlots):
-            self.fill(first, *theirs.read(first, count))
-            return
-        both = ((self.keys, theirs.keys), (self.values, theirs.values))
-        if not first:  # neither has turned
-            for own, other in both:
-                own.narrow(3, 0, count).copy_(other.narrow(3, 0, count))
-            return
-        here, there = (slots.index((first, count)) for slots in (self, theirs))
-        for own, other in both:  # masked slots are read too, and what is in them must be numbers
-            own.zero_().index_copy_(3, here, other.index_select(3, there))
+    def take(self, held: Held, first: int, count: int) -> None:
+        if first:  # masked slots are read too, and what is in them must be numbers
+            self.clear()
+        super().take(held, first, count)

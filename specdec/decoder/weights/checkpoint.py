@@ -42,7 +42,8 @@ class Checkpoint:
     def __init__(self, spec: DecoderSpec, names: Names, source: Source, called: Names | None = None) -> None:
         self.names, self._source, self._where, self._called = names, source, source.where, called or names
         before = self._called.prefixes
-        self._prefix = next((one for one in before if f"{one}norm.weight" in source.shapes), before[0])
+        norms = ((one, self._called.candidates(Weight("norm"), one)) for one in before)
+        self._prefix = next((one for one, own in norms if any(name in source.shapes for name in own)), before[0])
         self._wrong: dict[str, list[str]] = {"missing": [], "misshapen": [], "of another dtype": []}
         self._places: dict[Weight, str] = {}
         self._zeros = set[Weight]()
@@ -123,7 +124,7 @@ class Checkpoint:
         found = [[0, 0] for _ in self.spec.layers]
         for weight, shape in self.shapes.items():
             if weight.layer is not None:
-                found[weight.layer][not weight.part.startswith("attention.")] += math.prod(shape)
+                found[weight.layer][not weight.part.startswith(("attention.", "conv."))] += math.prod(shape)
         return [(attention, others) for attention, others in found]
 
     @property

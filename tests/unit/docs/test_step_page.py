@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from specdec import Engine
+from specdec import Engine, TransformersTarget
+from specdec.models.tokenizer import load_tokenizer
+from specdec.native.library import library
 
 ROOT = Path(__file__).parents[3]
 DECIMAL = re.compile(r"-?\d+\.\d+")
@@ -39,3 +43,40 @@ def test_the_step_is_worth_showing(script: dict[str, Any], tiny_engine: Engine) 
     assert len(step.draft.children()[0]) >= 2
     assert len(step.verdict.path) >= 3
     assert step.verdict.path != list(range(len(step.verdict.path)))
+
+
+def followed(engine: Engine, prompt: str, *, steps: int = 10) -> set[str]:
+    """The files of specdec and of drafters that run Python code for steps of a generation, after its first two."""
+    found = set[str]()
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "tests"):
+            found.add(str(path.relative_to(ROOT)).removeprefix("specdec/"))
+
+    decoding = engine.start(prompt, 100)
+    with engine.target.active():
+        decoding.prefill()
+        for _ in range(2):
+            decoding.step()
+        before = sys.getprofile()
+        sys.setprofile(see)
+        try:
+            for _ in range(steps):
+                decoding.step()
+        finally:
+            sys.setprofile(before)
+    return found
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+def test_the_page_names_the_files_of_a_token(script: dict[str, Any]) -> None:
+    """All of them, and no others, as they are counted there."""
+    page = (ROOT / "docs/step.md").read_text(encoding="utf-8").partition("## Where this is in the code")[2]
+    table = [line.split("|") for line in page.splitlines() if line.startswith("|")]
+    plain, drafted = ({name for line in table for name in re.findall(r"`(\S+\.py)`", line[at])} for at in (2, 3))
+    engine = Engine(TransformersTarget.from_pretrained("tiny"), load_tokenizer("tiny"), policy="off")
+    recycling = engine.with_drafter({"name": "token_recycling", "rows": 7})
+    for own, named in ((engine, plain), (recycling, plain | drafted)):
+        assert followed(own, script["PROMPT"]) == named
+        assert re.search(rf"\b{len(named)}\b", page), "the page counts them"

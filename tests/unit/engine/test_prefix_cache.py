@@ -20,7 +20,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.errors import ConfigError
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native.library import library
-from specdec.step.cache import Slots
+from specdec.step.slots import ContiguousSlots
 from tests.fakes import Oracle, Reciter, Spy
 from tests.models import FAMILIES, VOCAB, greedy, new_model, prompt_of, settings_of, target_for, target_of
 from tests.tiers import FEW, matrix
@@ -75,7 +75,7 @@ TEXTS: Sequence[Callable[[Sequence[int], Sequence[int]], Sequence[int]]] = (
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_windows_and_all(family: str) -> None:
     """Trees with rejected rows write ahead of what they commit: a ring tells whether what is seen is still there."""
     target, prompt, new = target_of(family), prompt_of(30), 30
@@ -111,7 +111,7 @@ def test_a_ring_knows_of_the_rows_that_were_rejected() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_an_edit_further_up_after_a_reuse(family: str) -> None:
     """A cache that was filled from another one holds what was copied, and no more; of a ring that is all there was."""
     prompt, kept = prompt_of(30), PrefixCache()
@@ -130,15 +130,15 @@ def test_a_cache_of_another_thread_is_not_taken_while_it_is_written_over(monkeyp
     former, cache = (target_of("mistral").new_cache(capacity=100, rows=24) for _ in range(2))
     former.reserve(30)
     former.length = 30
-    index = Slots.index
+    parts = ContiguousSlots.parts
 
-    def meanwhile(slots: Slots, *ranges: tuple[int, int]) -> torch.Tensor:
+    def meanwhile(slots: ContiguousSlots, first: int, last: int) -> Any:
         former.reserve(31 + 24)
-        return index(slots, *ranges)
+        return parts(slots, first, last)
 
     assert cache.take(former, 30)
     former.reserve(50)
-    monkeypatch.setattr(Slots, "index", meanwhile)
+    monkeypatch.setattr(ContiguousSlots, "parts", meanwhile)
     assert not target_of("mistral").new_cache(capacity=100, rows=24).take(former, 30)
 
 
