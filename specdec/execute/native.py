@@ -15,7 +15,6 @@ import torch
 from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import GatedWeights, LayerWeights
-from specdec.execute.native_parts import PartLayers
 from specdec.execute.torch import TorchExecutor
 from specdec.execute.weights import DecoderWeights
 from specdec.native.invariance import layer_varies, products_vary
@@ -24,7 +23,7 @@ from specdec.runners.linear import PackedWeight
 from specdec.runners.native_layers import NativeExperts, NativeHead, NativeLayer, NativeLayers, runs_heads_of
 from specdec.runners.sent_rows import rows_on
 from specdec.sampling.noise import key_at
-from specdec.step.step_io import FINAL, Part, StepInput
+from specdec.step.step_io import FINAL, StepInput
 from specdec.step.step_output import StepOutput
 
 __all__ = ["NativeExecutor", "native_layer", "why_not"]
@@ -80,7 +79,6 @@ class NativeExecutor(TorchExecutor):
         ]
         self._gelu = spec.layers[0].mlp.act == "gelu_tanh"
         self._native = NativeLayers(layers, gelu=self._gelu)
-        self._parts = dict[Part, PartLayers]()
         head, norm = self._weights.head, self._weights.norm
         assert isinstance(head, PackedWeight)
         self._head = NativeHead(norm.by, norm.norm.eps, head)
@@ -122,9 +120,6 @@ class NativeExecutor(TorchExecutor):
         return "in the same call"
 
     def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
-        return (self._run_parts if step.plan.parts else self._run_layers)(step, first, last, hidden)
-
-    def _run_layers(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
         wanted, rows, table = step.wanted, rows_on(self.device, step, self.backend), self._weights.embedding
         looks_up = isinstance(table, PackedWeight) and self.spec.embedding.scale == 1.0
         if hidden is None and not looks_up:
@@ -155,25 +150,6 @@ class NativeExecutor(TorchExecutor):
             stored=reading.stored,
             sent=rows,
         )
-
-    def _run_parts(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
-        """Rows through the parts of layers that the step's plan names; inputs of layers are not kept."""
-        for part, begin, end in step.plan.runs(first, last):
-            if hidden is None and (begin or part is not Part.BOTH):
-                hidden = self.embed(step.ids)
-            if part is not Part.BOTH:
-                hidden = self._part(part).run(hidden, step, self._turned(step.end), begin, end)
-            elif end == len(self.spec.layers):
-                return self._run_layers(step, begin, end, hidden)
-            else:
-                hidden = self._run_layers(step, begin, end, hidden).out
-        rows = rows_on(self.device, step, self.backend)
-        return self._finished(rows, last, self.embed(step.ids) if hidden is None else hidden, {})
-
-    def _part(self, part: Part) -> PartLayers:
-        if part not in self._parts:
-            self._parts[part] = PartLayers(self._laid, part, gelu=self._gelu)
-        return self._parts[part]
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:
@@ -224,10 +200,11 @@ def native_layer(own: Layer, weights: LayerWeights, table: int = 0) -> NativeLay
     first, second, *after = norms
     if isinstance(mlp, GatedWeights):
         products += (mlp.gate_up, mlp.down)
+    epsilons = [0.0 if norm is None else norm.eps for norm in (*own.before, attention.qk_norm)]
     return NativeLayer(
         products,
-        (first.by, second.by),
-        (first.norm.eps, second.norm.eps, 0.0 if attention.qk_norm is None else attention.qk_norm.eps),
+        (None if first is None else first.by, second.by),
+        (epsilons[0], epsilons[1], epsilons[2]),
         (attention.heads, attention.kv_heads),
         attention.head_dim,
         attention.scale,
