@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from specdec.decoder.families import FAMILIES, spec_of
+from specdec.decoder.names import CHOICE
 from specdec.decoder.settings import Settings
 from specdec.decoder.spec import DecoderSpec
 from specdec.decoder.weights.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ from tests import models
 
 __all__ = ["ALL", "BIASED", "Decoder", "checkpoint_of", "new_model", "reference_logits", "spec_of_config", "unrounded"]
 
-ALL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "lfm2", "mixtral", "olmoe", "qwen3_moe")
+ALL = (*models.FUSED, "mellum", "glm4_moe")
 """Families that have a spec."""
 BIASED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -36,6 +37,8 @@ BIASED: dict[str, dict[str, Any]] = {
     "lfm2": {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
     "mixtral": {"sliding_window": 6, "head_dim": 16},
     "olmoe": {"attention_bias": True, "norm_topk_prob": True},
+    "mellum": {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False},
+    "glm4_moe": {"attention_bias": True, "use_qk_norm": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     "qwen3_moe": {"attention_bias": True, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 6},
 }
 """Family -> changes of its config: biases, other windows, tied and other heads."""
@@ -47,7 +50,7 @@ class _Unrounded(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
-            if func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in args):
+            if func is torch.Tensor.float or (func in (torch.Tensor.to, torch.Tensor.type) and torch.float32 in args):
                 return args[0]
             if func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
@@ -73,9 +76,10 @@ def new_model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -
     model: Any = models.new_model(family, dtype, **changes)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in model.parameters():
+        choices = (own for name, own in model.named_buffers() if name.endswith(CHOICE))
+        for parameter in (*model.parameters(), *choices):
             if parameter.ndim == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(dtype), alpha=0.2)
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.2)
     return model
 
 

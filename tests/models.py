@@ -87,12 +87,40 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "mellum": (
+        "Mellum",
+        "MellumConfig",
+        {
+            **BASE,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "layer_types": _MIXED,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        "Glm4MoeConfig",
+        {
+            **BASE,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "olmoe": ("Olmoe", "OlmoeConfig", {**BASE, "hidden_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
 }
 MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
-# Others have the parts of two; the third's convolutions are run by its description alone.
-FAMILIES = tuple(family for family in _FAMILIES if family not in ("gemma", "olmoe", "lfm2"))
+# Others have the parts of four; the last one's convolutions are run by its description alone.
+FAMILIES = tuple(own for own in _FAMILIES if own not in ("gemma", "olmoe", "mellum", "glm4_moe", "lfm2"))
 
 OF_LAYERS = ("kangaroo", "layer_skip")
 """Drafters that run some of the target's layers, which a model that is run by its own forward does not let them."""

@@ -26,6 +26,7 @@ from specdec.decoder.spec import (
     Norm,
     Rope,
     ShortConv,
+    Sigmoid,
     UnknownDecoder,
 )
 from specdec.errors import CheckpointError, shown
@@ -158,6 +159,38 @@ def _qwen3_moe(settings: Settings) -> list[Layer]:
     return [dense if number in alone or (number + 1) % every else mixed for number in numbers]
 
 
+def _mellum(settings: Settings) -> list[Layer]:
+    settings.said("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")  # of layers behind the model's own
+    ropes, norm = read_ropes(settings, _head_dim(settings), _KINDS, partial=True), _norm(settings)
+    own = _attention(settings, bias=_biases(settings), qk_norm=norm, rope=ropes["full_attention"])
+    sliding = replace(own, rope=ropes["sliding_attention"], window=_window(settings))
+    experts = _experts(settings, "num_experts", "moe_intermediate_size")
+    mlps: dict[str, Mlp] = {"sparse": experts, "dense": _gated(settings)}
+    each = {
+        kind: _of_kinds(settings, Layer(own, mlp, (norm, norm)), Layer(sliding, mlp, (norm, norm)))
+        for kind, mlp in mlps.items()
+    }
+    kinds = settings.get("mlp_layer_types") or ()
+    if len(kinds) != len(each["sparse"]) or not {*kinds} <= mlps.keys():
+        raise CheckpointError(f"{settings.where} says mlp_layer_types {shown(kinds)}, one of sparse and dense a layer")
+    return [each[kind][number] for number, kind in enumerate(kinds)]
+
+
+def _glm4_moe(settings: Settings) -> list[Layer]:
+    settings.said("num_mtp_layers")  # behind the model's own
+    norm, rope = _norm(settings), read_rope(settings, _head_dim(settings), partial=True)
+    normed = norm if settings.get("use_qk_norm") else None
+    attention = _attention(settings, partial=True, bias=(_biases(settings)[0], False), qk_norm=normed, rope=rope)
+    router = Sigmoid(settings.count("n_group"), settings.count("topk_group"), settings.number("routed_scaling_factor"))
+    experts = _experts(settings, "n_routed_experts", "moe_intermediate_size")
+    if experts.count % router.groups or (router.best < router.groups and experts.count < 2 * router.groups):
+        raise CheckpointError(f"{settings.where} says n_group {router.groups} of its {experts.count} experts; mend it")
+    experts = replace(experts, router=router, shared=experts.width * int(settings.get("n_shared_experts") or 0))
+    dense, mixed = (Layer(attention, mlp, (norm, norm)) for mlp in (_gated(settings), experts))
+    first = int(settings.get("first_k_dense_replace") or 0)
+    return [dense if number < first else mixed for number in range(settings.count("num_hidden_layers"))]
+
+
 def _alike(settings: Settings, attention: Attention, mlp: Mlp, *, offset: bool = False) -> list[Layer]:
     """Layers that are all the same."""
     norm = _norm(settings, offset=offset)
@@ -199,8 +232,11 @@ def _gemma_layer(settings: Settings, rope: Rope, **more: Any) -> Layer:
     return Layer(attention, _gated(settings, "hidden_activation"), (norm, norm), (norm, norm))
 
 
-def _attention(settings: Settings, **more: Any) -> Attention:
-    """Attention by the settings that all families have; ``more``: what a family knows better, or in addition."""
+def _attention(settings: Settings, *, partial: bool = False, **more: Any) -> Attention:
+    """Attention by the settings that all families have; ``more``: what a family knows better, or in addition.
+
+    ``partial``: it may turn a part of each head.
+    """
     heads, head_dim = settings.count("num_attention_heads"), _head_dim(settings)
     kv_heads = heads if settings.get("num_key_value_heads") is None else settings.count("num_key_value_heads")
     if heads % kv_heads:
@@ -208,7 +244,7 @@ def _attention(settings: Settings, **more: Any) -> Attention:
             f"{settings.where} says num_attention_heads {heads}, which its num_key_value_heads {kv_heads} do not divide"
         )
     rope = more.pop("rope", None) or read_rope(settings, head_dim)
-    if rope.dim != head_dim:
+    if rope.dim != head_dim and not partial:
         raise UnknownDecoder(f"{settings.where} turns {rope.dim} of the {head_dim} values of a head")
     return Attention(heads, kv_heads, head_dim, more.pop("scale", head_dim**-0.5), rope, **more)
 
@@ -297,7 +333,9 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family("GemmaForCausalLM", _gemma, scaled=True),
     "gemma2": Family("Gemma2ForCausalLM", _gemma2, _AROUND, scaled=True),
     "gemma3_text": Family("Gemma3ForCausalLM", _gemma3, _AROUND, scaled=True),
+    "glm4_moe": Family("Glm4MoeForCausalLM", _glm4_moe),
     "lfm2": Family("Lfm2ForCausalLM", _lfm2, _LFM2),
+    "mellum": Family("MellumForCausalLM", _mellum),
     "mixtral": Family("MixtralForCausalLM", _mixtral, _MIXTRAL),
     "olmoe": Family("OlmoeForCausalLM", _olmoe),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _qwen3_moe),

@@ -13,19 +13,22 @@ from typing import NamedTuple
 
 from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer, ShortConv
 
-__all__ = ["DECODER", "FUSED", "Names", "Weight", "shapes_of"]
+__all__ = ["CHOICE", "DECODER", "FUSED", "Names", "Weight", "shapes_of"]
 
 Shape = tuple[int, ...]
 
 
 class Weight(NamedTuple):
-    """A tensor of a decoder: of which part, layer and expert; ``kind`` is ``weight`` or ``bias``."""
+    """A tensor of a decoder: of which part, layer and expert; ``kind`` is ``weight``, ``bias`` or ``CHOICE``."""
 
     part: str
     layer: int | None = None
     expert: int | None = None
     kind: str = "weight"
 
+
+CHOICE = "e_score_correction_bias"
+"""Kind of a router's bias, which no share of an expert has; to transformers it is a buffer and no parameter."""
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "experts.gate_up": ("experts.gate", "experts.up"),
@@ -54,6 +57,9 @@ DECODER: Mapping[str, tuple[str, ...]] = {
     "experts.gate": ("layers.{layer}.mlp.experts.{expert}.gate_proj",),
     "experts.up": ("layers.{layer}.mlp.experts.{expert}.up_proj",),
     "experts.down": ("layers.{layer}.mlp.experts.{expert}.down_proj",),
+    "shared.gate": ("layers.{layer}.mlp.shared_experts.gate_proj",),
+    "shared.up": ("layers.{layer}.mlp.shared_experts.up_proj",),
+    "shared.down": ("layers.{layer}.mlp.shared_experts.down_proj",),
 }
 """Part -> its module in the decoder, as most families have it."""
 
@@ -121,6 +127,11 @@ def _layer_shapes(layer: Layer, hidden: int) -> Iterator[tuple[Weight, Shape]]:
         yield Weight("experts.router"), (mlp.count, hidden)
         for expert in range(mlp.count):
             yield from ((Weight(f"experts.{name}", expert=expert), (rows, size)) for name, rows, size in widths)
+        if mlp.router:
+            yield Weight("experts.router", kind=CHOICE), (mlp.count,)
+        if mlp.shared:
+            widths = (("gate", mlp.shared, hidden), ("up", mlp.shared, hidden), ("down", hidden, mlp.shared))
+            yield from ((Weight(f"shared.{name}"), (rows, size)) for name, rows, size in widths)
         return
     for name, outputs, inputs in widths:
         yield Weight(f"mlp.{name}"), (outputs, inputs)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.decoder.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
+from specdec.runners.rows import Rows
 
 __all__ = ["Angles", "RopeTables", "frequencies", "rotate"]
 
@@ -25,7 +26,12 @@ class Angles(NamedTuple):
 
 
 def rotate(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Heads [..., T, d] at positions [T, d]: halves swapped is a roll, with the sign moved into the sines."""
+    """Heads [..., T, d] at positions [T, dim]: halves swapped is a roll, with the sign moved into the sines.
+
+    Values of a head behind the first ``dim`` stay as they are.
+    """
+    if (dim := angles.cos.shape[-1]) < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :dim], angles), heads[..., dim:]), -1)
     return torch.addcmul(heads * angles.cos, heads.roll(heads.shape[-1] // 2, -1), angles.signed_sin)
 
 
@@ -90,6 +96,14 @@ class RopeTables:
         if table is None or len(table.cos) < end:
             table = self._tables[rope] = self._made(rope, max(_START, 1 << end.bit_length()))
         return table
+
+    def of(self, rope: Rope, rows: Rows) -> Angles:
+        """[T, dim] of a forward's rows."""
+        table = self.whole(rope, rows.end)
+        if rows.start is not None:
+            return Angles(*(values.narrow(0, rows.start, rows.rows) for values in table))
+        places = rows.positions[0].to(table.cos.device)
+        return Angles(*(values.index_select(0, places) for values in table))
 
     def _made(self, rope: Rope, size: int) -> Angles:
         each, attention = frequencies(rope)

@@ -28,11 +28,12 @@ __all__ = [
     "Rope",
     "RopeScaling",
     "ShortConv",
+    "Sigmoid",
     "UnknownDecoder",
     "Yarn",
 ]
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 
 class UnknownDecoder(Exception):
@@ -41,10 +42,14 @@ class UnknownDecoder(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm of epsilon ``eps``, which multiplies by its weight and ``offset``."""
+    """An RMS norm of epsilon ``eps``, which multiplies by its weight and ``offset``.
+
+    ``rounds_first``: half-precision values are rounded to their dtype before they are multiplied, too.
+    """
 
     eps: float
     offset: float = 0.0
+    rounds_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +173,27 @@ class Gated:
 
 
 @dataclass(frozen=True, slots=True)
+class Sigmoid:
+    """Experts are chosen by the sigmoid of a logit plus a bias; shares are without it (DeepSeek-V3, arXiv 2412.19437).
+
+    Only those in the ``best`` of ``groups`` equal groups are, by the sum of each group's two largest. Shares are
+    multiplied by ``scale``.
+    """
+
+    groups: int
+    best: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Gated MLPs without biases, of which each row has the ``chosen`` likeliest of ``count``.
 
-    A router's softmax says how likely. ``norm``: the shares of a row's experts add up to one, else those of all do.
+    Attributes:
+        act, width, count, chosen: as said.
+        norm: the shares of a row's experts add up to one; else they are what the router says.
+        router: what says how likely; None for the softmax of a logit for each.
+        shared: width of one more, which each row has in full; 0 for none.
     """
 
     act: Activation
@@ -179,6 +201,8 @@ class Experts:
     count: int
     chosen: int
     norm: bool
+    router: Sigmoid | None = None
+    shared: int = 0
 
 
 Mlp = Gated | Experts
@@ -190,13 +214,13 @@ class Layer:
 
     Attributes:
         mixer: what brings tokens together; the part of a layer that plans and weights call attention.
-        before: norms of what mixer and MLP read.
+        before: norms of what mixer and MLP read; None where the mixer reads the residual as it is.
         after: norms of what they add; None for none.
     """
 
     mixer: Mixer
     mlp: Mlp
-    before: tuple[Norm, Norm]
+    before: tuple[Norm | None, Norm]
     after: tuple[Norm, Norm] | None = None
 
     @property

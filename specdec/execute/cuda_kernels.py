@@ -61,7 +61,8 @@ def _computed_layer(layer: Layer) -> Layer:
         bias=own.bias,
     )
     gated = Gated("silu", mlp.width, isinstance(mlp, Gated) and mlp.bias)
-    return Layer(attention, gated, (Norm(layer.before[0].eps), Norm(layer.before[1].eps)))
+    first, second = layer.before
+    return Layer(attention, gated, (Norm((first or second).eps), Norm(second.eps)))
 
 
 def _unlike(own: Any, computed: Any, name: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from specdec.decoder.spec import Layer
+from specdec.decoder.spec import Attention, Layer
 from specdec.execute.layer import GatedWeights, LayerWeights
 from specdec.runners.attention import attend
 from specdec.runners.cuts import ChosenCuts, Weight, weight_of
@@ -24,10 +24,18 @@ from specdec.runners.linear import DenseLinear
 from specdec.runners.rows import TextRows
 from specdec.runners.sent_rows import Group, SentRows, SentText
 
-__all__ = ["CudaLayer", "Together", "why_varying"]
+__all__ = ["CudaLayer", "Together", "head_norms", "why_varying"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _GATE_UP = 2  # place of the product that is of two, among a layer's
+
+
+def head_norms(own: Attention, weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """Weights [d] of the norms of queries and of keys, which are of each head the same, and their epsilon."""
+    if weights.heads is None or own.qk_norm is None:
+        return None
+    query, key = (weights.heads[place, 0].clone() for place in (0, own.heads))
+    return query, key, own.qk_norm.eps
 
 
 def why_varying(weight: torch.Tensor) -> str | None:
@@ -77,11 +85,9 @@ class CudaLayer:
         self.products: list[tuple[Weight, DenseLinear]] = [
             (weight_of(linear.weight, gated=number == _GATE_UP), linear) for number, linear in enumerate(linears)
         ]
-        self._norms = [(norm.by, norm.norm.eps) for norm in weights.before]
-        self._head_norms = None
-        if weights.heads is not None and attention.qk_norm is not None:  # of each head of a kind the same
-            query, key = (weights.heads[place, 0].clone() for place in (0, attention.heads))
-            self._head_norms = (query, key, attention.qk_norm.eps)
+        before: Any = weights.before
+        self._norms = [(norm.by, norm.norm.eps) for norm in before]
+        self._head_norms = head_norms(attention, weights)
         self.norm, self.store = self._norms[0], self._shape[1:]
         self._kernels, self._cuts, self.takes_own = kernels, cuts, False
 

@@ -1,4 +1,4 @@
-"""One decoder layer in torch, which decoding and training share.
+"""One decoder layer in torch, which targets, heads and training share.
 
 It is a third of the operations that a module has: one product for queries, keys and values and one for gate and up,
 lean norms, rotary on queries and keys at once, residuals added by the product itself. What its rows see, and where
@@ -7,25 +7,46 @@ their keys and values go, is the caller's: it gives the attention as a function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer, Mixer
-from specdec.execute.norm import RmsNorm, normed_heads
-from specdec.runners.linear import LinearKernel
+from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer, Mixer, Sigmoid
+from specdec.execute.norm import normed_heads
+from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step import device_copies
 from specdec.step.step_io import Part
 
-__all__ = ["ExpertWeights", "GatedWeights", "LayerWeights", "Mix", "layer"]
+__all__ = [
+    "ExpertWeights",
+    "GatedWeights",
+    "LayerWeights",
+    "Mix",
+    "attention",
+    "heads_of",
+    "keys_values",
+    "layer",
+    "layer_around",
+]
 
 Mix = Callable[..., torch.Tensor]
 """Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]. Of a
 convolution: inputs [T, D] -> convolved [T, D]."""
+
+ByRow = Callable[[torch.Tensor], torch.Tensor]
+"""[T, D] -> [T, D], such as :class:`specdec.execute.norm.RmsNorm`."""
+
+_ACTS: Mapping[Activation, ByRow] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,19 +59,29 @@ class GatedWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """``router``: [D] to a logit for each expert."""
+    """Of all experts.
+
+    Attributes:
+        router: [D] to a logit for each expert.
+        each: of each.
+        bias: [E] what is added when experts are chosen by sigmoids, in full precision, as the router then is.
+        shared: of the one that each row has, if any.
+    """
 
     router: LinearKernel
     each: Sequence[GatedWeights]
+    bias: torch.Tensor | None = None
+    shared: GatedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """What a layer multiplies by.
+    """What a layer multiplies by; a part that never runs has none.
 
     Attributes:
-        before: norms of what attention and the MLP read.
-        after: norms of what they add, where the layer has these.
+        before: norms of what mixer and MLP read, or whatever else comes before them, a convolution in a norm's place;
+            None where they read rows as they are.
+        after: the same of what they add, where the layer has these.
         qkv: queries, keys and values in one product; of a convolution its two gates and what they are between.
         out: after the mixer.
         heads: [H + G, 1, d] norms of queries and keys, offset included, where the layer has these.
@@ -58,12 +89,12 @@ class LayerWeights:
         taps: [W, D] of a convolution, the oldest first, and its bias [D], if it has one.
     """
 
-    before: tuple[RmsNorm, RmsNorm]
-    after: tuple[RmsNorm, RmsNorm] | None
-    qkv: LinearKernel
-    out: LinearKernel
+    before: tuple[ByRow | None, ByRow | None]
+    after: tuple[ByRow, ByRow] | None
+    qkv: LinearKernel | None
+    out: LinearKernel | None
     heads: torch.Tensor | None
-    mlp: GatedWeights | ExpertWeights
+    mlp: GatedWeights | ExpertWeights | None
     taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
 
@@ -83,20 +114,39 @@ def layer(
     Args:
         spec: what it computes.
         weights: by what.
-        hidden: [T, D].
+        hidden: [T, D]; [N, D] where ``reads`` are of other rows, too, which have keys and values alone.
         angles: rotary positions [T, d]; not read by a convolution.
         mix: attention, or the convolution.
         parts: what runs.
         reads: [T, I] what queries, keys and values are made of, where that is not ``hidden`` normed (EAGLE).
         wanted: the N rows that go on, for which ``mix`` gives [1, H, N, d]; the others are only attended to.
     """
+    attend = partial(_mixed, spec.mixer, weights, angles=angles, mix=mix)
+    return layer_around(spec, weights, hidden, attend, parts, reads=reads, wanted=wanted)
+
+
+def layer_around(
+    spec: Layer,
+    weights: LayerWeights,
+    hidden: torch.Tensor,
+    attend: ByRow,
+    parts: Part = Part.BOTH,
+    *,
+    reads: torch.Tensor | None = None,
+    wanted: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """As :func:`layer`, for attention that is not of these rows alone, or whose kernels turn heads by themselves.
+
+    ``attend``: from what queries, keys and values are made of [T, I] to the attention of the rows that go on [N, H d].
+    """
     if parts & Part.ATTENTION:
-        mixed = _mixed(spec.mixer, weights, weights.before[0](hidden) if reads is None else reads, angles, mix)
+        assert weights.out is not None
+        mixed = attend(_read(weights.before[0], hidden) if reads is None else reads)
         if wanted is not None:
             hidden = device_copies.pick(hidden, wanted)
         hidden = _added(weights.out, mixed, hidden, weights.after and weights.after[0])
     if parts & Part.MLP:
-        normed, after = weights.before[1](hidden), weights.after and weights.after[1]
+        normed, after = _read(weights.before[1], hidden), weights.after and weights.after[1]
         if isinstance(spec.mlp, Gated):
             own: Any = weights.mlp
             return _added(own.down, _gated(spec.mlp.act, own, normed), hidden, after)
@@ -105,7 +155,11 @@ def layer(
     return hidden
 
 
-def _added(product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, after: RmsNorm | None) -> torch.Tensor:
+def _read(before: ByRow | None, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden if before is None else before(hidden)
+
+
+def _added(product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, after: ByRow | None) -> torch.Tensor:
     """``hidden`` plus the product, which may be normed."""
     return product.add(rows, hidden) if after is None else hidden + after(product(rows))
 
@@ -114,30 +168,55 @@ def _mixed(own: Mixer, weights: LayerWeights, reads: torch.Tensor, angles: Angle
     """What attention gives, or a convolution [T, D], for rows [T, I]."""
     if isinstance(own, Attention):
         assert angles is not None
-        return _attended(own, weights, reads, angles, mix)
+        return attention(own, weights, reads, angles, mix)
+    assert weights.qkv is not None
     before, after, inputs = weights.qkv(reads).chunk(3, -1)
     return after * mix(before * inputs)
 
 
-def _attended(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:
+def attention(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:
     """[N, H d] what attention gives, for rows [T, I]."""
-    count, turning = reads.shape[0], own.heads + own.kv_heads
-    heads = weights.qkv(reads).view(1, count, -1, own.head_dim).transpose(1, 2)  # [1, H + 2 G, T, d]
-    turned = heads[:, :turning]
-    if weights.heads is not None:
-        turned = _normed(own, turned, weights.heads)
-    turned = rotate(turned, angles)
-    mixed = mix(turned[:, : own.heads], turned[:, own.heads :], heads[:, turning:])
+    mixed = mix(*heads_of(own, weights, reads, angles))
     return mixed.transpose(1, 2).flatten(2)[0]
 
 
+def heads_of(
+    own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [1, H, T, d], and keys and values [1, G, T, d], at their positions, of rows [T, I]."""
+    assert weights.qkv is not None
+    turned, values = _turned(own, weights.qkv(reads), own.heads + own.kv_heads, weights.heads, angles)
+    return turned[:, : own.heads], turned[:, own.heads :], values
+
+
+def keys_values(
+    own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of rows that have no queries; a packed product computes these all the same."""
+    if not isinstance(weights.qkv, DenseLinear):
+        return heads_of(own, weights, reads, angles)[1:]
+    product, queries = weights.qkv, own.heads * own.head_dim
+    bias = None if product.bias is None else product.bias[queries:]
+    by = None if weights.heads is None else weights.heads[own.heads :]
+    return _turned(own, F.linear(reads, product.weight[queries:], bias), own.kv_heads, by, angles)
+
+
+def _turned(
+    own: Attention, found: torch.Tensor, turning: int, by: torch.Tensor | None, angles: Angles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``turning`` heads [1, ., T, d] of rows [T, . d], normed and at their positions; and the other heads."""
+    heads = found.view(1, len(found), -1, own.head_dim).transpose(1, 2)
+    turned = heads[:, :turning]
+    return rotate(turned if by is None else _normed(own, turned, by), angles), heads[:, turning:]
+
+
 def _normed(own: Attention, heads: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Queries and keys [1, H + G, T, d] normed, each head by itself, or all of queries and all of keys."""
+    """Queries and keys [1, H + G, T, d], or keys, normed: each head by itself, or all of each kind."""
     assert own.qk_norm is not None
     if not own.norms_all:
         return normed_heads(heads, own.qk_norm, by)
     found = []
-    sizes = [own.heads, own.kv_heads]
+    sizes = [heads.shape[1] - own.kv_heads, own.kv_heads]
     for some, its in zip(torch.split(heads, sizes, 1), torch.split(by, sizes), strict=True):
         rows = some.transpose(1, 2).flatten(-2)  # [1, T, heads d]
         whole = F.rms_norm(rows, rows.shape[-1:], its.flatten(), own.qk_norm.eps)
@@ -148,20 +227,42 @@ def _normed(own: Attention, heads: torch.Tensor, by: torch.Tensor) -> torch.Tens
 def _gated(act: Activation, weights: GatedWeights, normed: torch.Tensor) -> torch.Tensor:
     """[T, I] what is between gate and up, and down."""
     gate, up = weights.gate_up(normed).chunk(2, -1)
-    return (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+    return _ACTS[act](gate).mul_(up)
 
 
 def _by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tensor:
     """[T, D] the sum of what each row's experts give, by their shares."""
-    logits = weights.router(normed)
-    shares = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    shares, chosen = shares.topk(spec.chosen, -1)
+    if spec.router is None:
+        logits = weights.router(normed)
+        shares = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        shares, chosen = shares.topk(spec.chosen, -1)
+    else:
+        shares, chosen = _by_sigmoids(spec.router, spec.chosen, weights, normed)
     if spec.norm:
         shares = shares / shares.sum(-1, keepdim=True)
-    total = torch.zeros_like(normed)
+    if spec.router is not None:
+        shares = shares * spec.router.scale
+    shared = weights.shared
+    total = torch.zeros_like(normed) if shared is None else shared.down(_gated(spec.act, shared, normed))
     for number in sorted({*chosen.flatten().tolist()}):
         rows, rank = torch.where(chosen == number)
         expert = weights.each[number]
         own = expert.down(_gated(spec.act, expert, normed[rows])) * shares[rows, rank, None]
         total = total.index_add(0, rows, own.to(total.dtype))
     return total
+
+
+def _by_sigmoids(
+    own: Sigmoid, count: int, weights: ExpertWeights, normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, count] sigmoids of the experts that are chosen, and their numbers."""
+    found = weights.router(normed.to(torch.promote_types(normed.dtype, torch.float32))).sigmoid()
+    assert weights.bias is not None
+    ranked = found + weights.bias
+    if own.best < own.groups:
+        groups = ranked.view(len(ranked), own.groups, -1)
+        best = groups.topk(2, -1).values.sum(-1).topk(own.best, -1).indices
+        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        ranked = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).view(ranked.shape)
+    chosen = ranked.topk(count, -1).indices
+    return found.gather(-1, chosen), chosen

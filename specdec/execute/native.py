@@ -27,7 +27,7 @@ from specdec.sampling.noise import key_at
 from specdec.step.step_io import FINAL, Part, StepInput
 from specdec.step.step_output import StepOutput
 
-__all__ = ["NativeExecutor", "why_not"]
+__all__ = ["NativeExecutor", "native_layer", "why_not"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _CHAINS = 4  # so that where results are rounded to bfloat16, some of them differ in what is left
@@ -43,8 +43,14 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
         return f"native layers compute attention, and no {others[0]}"
     if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
         return "native layers need all layers to have the same heads"
-    if len({layer.mlp.act for layer in spec.layers}) > 1:
+    if len(acts := {layer.mlp.act for layer in spec.layers}) > 1:
         return "native layers need all layers to have the same activation"
+    if any(layer.attention.rope.dim != layer.attention.head_dim for layer in spec.layers):
+        return "native layers turn whole heads, and here a part of each turns"
+    if any(isinstance(own := layer.mlp, Experts) and (own.router or own.shared) for layer in spec.layers):
+        return "native layers choose experts by a softmax, and have none that all rows share"
+    if not acts <= {"silu", "gelu_tanh"}:
+        return f"native layers have SiLU or GELU in its tanh form, and here it is {acts.pop()}"
     head_dim, widths = spec.layers[0].attention.head_dim, {layer.mlp.width for layer in spec.layers}
     if not all(runs_heads_of(head_dim, width) for width in widths):
         return (
@@ -69,7 +75,7 @@ class NativeExecutor(TorchExecutor):
         super().__init__(checkpoint, dtype=dtype, device=torch.device("cpu"))
         spec, ropes = self.spec, self.spec.ropes
         layers = [
-            _described(own, weights, ropes.index(own.attention.rope))
+            native_layer(own, weights, ropes.index(own.attention.rope))
             for own, weights in zip(spec.layers, self._weights.layers, strict=True)
         ]
         self._gelu = spec.layers[0].mlp.act == "gelu_tanh"
@@ -210,10 +216,12 @@ def _told(experts: Sequence[NativeExperts]) -> str | None:
     )
 
 
-def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:
-    """A layer as the library reads it; ``table``: the index of its rotary positions."""
-    attention, (first, second), mlp = own.attention, weights.before, weights.mlp
+def native_layer(own: Layer, weights: LayerWeights, table: int = 0) -> NativeLayer:
+    """A layer of packed products as the library reads it; ``table``: the index of its rotary positions."""
+    attention, mlp = own.attention, weights.mlp
     products: Any = (weights.qkv, weights.out)
+    norms: Any = (*weights.before, *(weights.after or ()))
+    first, second, *after = norms
     if isinstance(mlp, GatedWeights):
         products += (mlp.gate_up, mlp.down)
     return NativeLayer(
@@ -224,7 +232,7 @@ def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:
         attention.head_dim,
         attention.scale,
         weights.heads,
-        [(norm.by, norm.norm.eps) for norm in weights.after or ()],
+        [(norm.by, norm.norm.eps) for norm in after],
         attention.cap,
         table,
         _described_experts(own.mlp, mlp) if isinstance(own.mlp, Experts) else None,

@@ -11,14 +11,15 @@ from specdec.decoder.spec import Norm
 
 __all__ = ["RmsNorm", "normed_heads"]
 
-_FULL = (torch.float32, torch.float64)
+_FULL, _HALF = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
 
 
 class RmsNorm:
     """An RMS norm over the last dimension.
 
     On a CPU in full precision it is four operations; torch's own is one call made of nine. A norm whose weight has an
-    offset multiplies in full precision, and rounds once, as the modules of its families do.
+    offset multiplies in full precision, and rounds once, as the modules of its families do. A half-precision norm may
+    also round before it multiplies, as heads' authors do; in training its rows may be so while its weight is not.
 
     Args:
         norm: which.
@@ -41,6 +42,8 @@ class RmsNorm:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] normed over the last dimension."""
+        if self.norm.rounds_first and hidden.dtype in _HALF:
+            return self.by * _rounded(hidden, self.norm.eps)
         if self._lean:
             length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
             normed: torch.Tensor = (hidden * self._scaled).div_(length.hypot(self._floor))
@@ -57,8 +60,15 @@ def _full(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def _rounded(values: torch.Tensor, eps: float) -> torch.Tensor:
+    """Half-precision values normed in float32, and rounded."""
+    return F.rms_norm(values.float(), values.shape[-1:], None, eps).to(values.dtype)
+
+
 def normed_heads(heads: torch.Tensor, norm: Norm, by: torch.Tensor) -> torch.Tensor:
     """Heads [..., H, T, d], each normed and multiplied by [H, 1, d], which has the norm's offset already."""
+    if norm.rounds_first and heads.dtype in _HALF:
+        return by * _rounded(heads, norm.eps)
     if by.dtype is heads.dtype:
         return F.rms_norm(heads, heads.shape[-1:], None, norm.eps) * by
     return (F.rms_norm(heads.to(by.dtype), heads.shape[-1:], None, norm.eps) * by).to(heads.dtype)

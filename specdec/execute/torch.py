@@ -168,7 +168,7 @@ class TorchExecutor:
             mixer, weights = own.mixer, self._weights.layers[number]
             if isinstance(mixer, Attention):
                 if mixer.rope not in angles:
-                    angles[mixer.rope] = self._angles(mixer.rope, rows)
+                    angles[mixer.rope] = self._ropes.of(mixer.rope, rows)
                 mix = partial(_attended, rows, number, mixer)
                 hidden = layer(own, weights, hidden, angles[mixer.rope], mix, which)
             else:
@@ -194,14 +194,6 @@ class TorchExecutor:
         if wanted.logits is not None:
             chosen = chosen.index_select(0, rows.index(chosen.device))
         return self.head(chosen if FINAL in found else self.norm(chosen))
-
-    def _angles(self, rope: Rope, rows: Rows) -> Angles:
-        """[T, d] the rows' rotary positions."""
-        table = self._ropes.whole(rope, rows.end)
-        if rows.start is not None:
-            return Angles(*(values.narrow(0, rows.start, rows.rows) for values in table))
-        places = rows.positions[0].to(self.device)
-        return Angles(*(values.index_select(0, places) for values in table))
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         table = self._weights.embedding

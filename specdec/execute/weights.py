@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from specdec.decoder.names import FUSED, Weight
+from specdec.decoder.names import CHOICE, FUSED, Weight
 from specdec.decoder.spec import Attention, Experts, Norm
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights
@@ -24,7 +24,6 @@ __all__ = ["DecoderWeights", "Kernel", "rows_of"]
 
 Kernel = DenseLinear | PackedWeight
 _QKV = ("attention.q", "attention.k", "attention.v")
-_GATE_UP = ("mlp.gate", "mlp.up")
 
 
 def rows_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor:
@@ -90,21 +89,36 @@ class DecoderWeights:
 
     def _layer(self, number: int) -> LayerWeights:
         spec = self._checkpoint.spec.layers[number]
-        before = [self._norm(norm, Weight(f"before.{part}", number)) for norm, part in _sides(spec.before)]
-        after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ())]
+        sides = _sides(spec.before)
+        before = [None if norm is None else self._norm(norm, Weight(f"before.{own}", number)) for norm, own in sides]
+        after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ()) if norm]
         attends = isinstance(spec.mixer, Attention)
-        both = (_QKV, ("attention.o",)) if attends else (("conv.in",), ("conv.out",))
-        qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in both)
+        products = (_QKV, ("attention.o",)) if attends else (("conv.in",), ("conv.out",))
+        qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in products)
         mlp: GatedWeights | ExpertWeights
         if isinstance(spec.mlp, Experts):
-            mlp = ExpertWeights(self._product(Weight("experts.router", number)), self._experts(number))
+            mlp = self._mixture(number, spec.mlp)
         else:
-            gate_up = self._product(*(Weight(part, number) for part in _GATE_UP))
-            mlp = GatedWeights(gate_up, self._product(Weight("mlp.down", number)))
+            mlp = self._gated("mlp", number)
         trim_heap()
-        sides = (before[0], before[1]), (after[0], after[1]) if after else None
+        both = (before[0], before[1]), (after[0], after[1]) if after else None
         heads, taps = (self._heads(number, spec.attention), None) if attends else (None, self._taps(number))
-        return LayerWeights(*sides, qkv, out, heads, mlp, taps)
+        return LayerWeights(*both, qkv, out, heads, mlp, taps)
+
+    def _gated(self, part: str, number: int) -> GatedWeights:
+        gate_up = self._product(Weight(f"{part}.gate", number), Weight(f"{part}.up", number))
+        return GatedWeights(gate_up, self._product(Weight(f"{part}.down", number)))
+
+    def _mixture(self, number: int, own: Experts) -> ExpertWeights:
+        place = Weight("experts.router", number)
+        if own.router is None:
+            router, bias = self._product(place), None
+        else:
+            full = torch.promote_types(self._dtype, torch.float32)
+            router = DenseLinear(self._alone(place).to(full))
+            bias = self._checkpoint.read(place._replace(kind=CHOICE)).to(self._device, full)
+        each = self._experts(number)
+        return ExpertWeights(router, each, bias, self._gated("shared", number) if own.shared else None)
 
     def _norm(self, norm: Norm, weight: Weight) -> RmsNorm:
         return RmsNorm(norm, self._alone(weight))
@@ -207,7 +221,7 @@ class DecoderWeights:
         return found
 
 
-def _sides(norms: Sequence[Norm]) -> Iterator[tuple[Norm, str]]:
+def _sides(norms: Sequence[Norm | None]) -> Iterator[tuple[Norm | None, str]]:
     return zip(norms, ("attention", "mlp"), strict=False)
 
 

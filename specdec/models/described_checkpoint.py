@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from specdec.decoder.families import FAMILIES, spec_of
+from specdec.decoder.gguf_said import factors_read
 from specdec.decoder.names import Names, Weight, shapes_of
 from specdec.decoder.settings import Settings
 from specdec.decoder.spec import DecoderSpec, UnknownDecoder
@@ -24,11 +25,9 @@ from specdec.decoder.weights.safetensors import SafetensorsSource
 from specdec.decoder.weights.source import Source
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, shown, told
 from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
-from specdec.models.gguf import GgufFile, is_gguf
-from specdec.models.gguf_rope import factors_read
+from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
 from specdec.models.gguf_source import GGUF_NAMES, GgufSource, stays
 from specdec.models.gguf_tensors import check_known, check_read
-from specdec.models.gguf_tokenizer import ends_of
 from specdec.models.inspection import end_ids, refuse_unfit
 from specdec.models.loading import check_folder, check_sizes, mtp_layers
 from specdec.models.long_context import take_long_factors
@@ -181,7 +180,7 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
     text: Any = config.get_text_config()
     refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=text.model_type in FAMILIES)
     check_sizes(config.to_dict(), wanted.path)
-    take_long_factors(config, wanted.max_model_len)
+    take_long_factors(vars(config.get_text_config()), wanted.max_model_len)
     if trust_remote_code and getattr(config, "auto_map", None):
         return "its folder has code of its own, which was to be trusted"
     quantisation = getattr(config, "quantization_config", None)
@@ -254,30 +253,26 @@ def _quantised(
 
 def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     file = GgufFile.read(path)
-    config = file.config()
-    refuse_unfit(type(config).__name__.removesuffix("Config"), config)
-    check_sizes(config.to_dict(), wanted.path)
-    take_long_factors(config, wanted.max_model_len)
-    spec, names, text = _described(config)
+    fields = file.fields(wanted.max_model_len)
+    check_sizes(fields, wanted.path)
+    spec = spec_of(fields["model_type"], Settings(fields, where=file.table.where))
     dtype = wanted.dtype or (torch.float32 if _runs_float16(file, wanted) else file.dtype)
     why = wanted.why_dense(dtype, _why_none_stays(file, dtype, int8=wanted.int8))
     needed = {_as_in_file(weight) for weight in shapes_of(spec) if weight.kind == "weight"}
-    expected = {_as_in_file(weight) for weight in shapes_of(spec)}
-    expected |= {*factors_read(str(file.metadata["general.architecture"]))}
+    expected = {_as_in_file(weight) for weight in shapes_of(spec)} | {*factors_read(file.table.architecture)}
     check_known(file.table, expected)
     if needed <= {*file.names}:  # else what is missing is said first
         check_read(file.table, expected)
-    text.dtype = dtype
-    source: Source = GgufSource(file.table, config, dtype)
-    ends = ends_of(file.path)
-    generation: Any = GenerationConfig.from_model_config(config)
-    generation.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
+    config = config_of(fields)
+    config.dtype = dtype
+    source: Source = GgufSource(file.table, fields["head_dim"], dtype)
+    generation = generation_of(file, config)
     return DescribedCheckpoint(
-        checkpoint=Checkpoint(spec, names, source, GGUF_NAMES),
+        checkpoint=Checkpoint(spec, FAMILIES[fields["model_type"]].names, source, GGUF_NAMES),
         dtype=dtype,
-        config=text,
+        config=config,
         generation_config=generation,
-        eos_ids=frozenset(ends),
+        eos_ids=end_ids(generation, config, spec.architecture),
         path=str(file.path),
         quantised=str,  # each matrix in its own format
         why_dense=why,

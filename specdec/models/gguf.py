@@ -1,32 +1,32 @@
 """GGUF: models in llama.cpp's file format, and the tokenizers that such files describe.
 
 Where native layers run a model, its blocks stay quantised, and its float16 matrices float16
-(:mod:`specdec.models.gguf_source`). Otherwise they are dequantised, by transformers where a model is spread over
-devices, and it takes as much memory as one from safetensors: two bytes a parameter in bfloat16, four in float32.
-Rounding to bfloat16 changes a weight far less than its quantisation did.
+(:mod:`specdec.models.gguf_source`). Otherwise they are dequantised, and it takes as much memory as one from
+safetensors: two bytes a parameter in bfloat16, four in float32. Rounding to bfloat16 changes a weight far less than its
+quantisation did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, GenerationConfig
 
+from specdec.decoder.gguf import fields_of
+from specdec.decoder.gguf_header import GgufHeader
 from specdec.errors import ConfigError, pip_line
-from specdec.models.gguf_config import config_of
 from specdec.models.gguf_kinds import refuse_kind
 from specdec.models.gguf_table import TensorTable
 from specdec.models.gguf_tensors import check_blocks
 from specdec.models.gguf_tokenizer import ends_of, read_tokenizer
+from specdec.models.long_context import take_long_factors
 
-__all__ = ["GgufFile", "is_gguf", "require_gguf"]
+__all__ = ["GgufFile", "config_of", "generation_of", "is_gguf", "require_gguf"]
 
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's numbers of unquantised types
 
@@ -72,15 +72,24 @@ class GgufFile:
             return torch.bfloat16
         return next(_PLAIN[kind] for kind in (30, 1, 0) if kind in types)
 
-    def config(self) -> Any:
-        """The config of transformers that the file's settings make.
+    def fields(self, asked: int | None = None) -> dict[str, Any]:
+        """The settings of the file's family, by transformers' names.
+
+        ``asked``: as of :func:`take_long_factors`.
 
         Raises:
             CheckpointError: they say what is not read, or do not fit the file's tensors.
         """
-        config = config_of(self.table)
-        check_blocks(self.table, config.num_hidden_layers)
-        return config
+        entries = {entry.name: entry for entry in self.table.entries}
+
+        def numbers(name: str) -> list[float]:
+            found: list[float] = self.table.dequantised(entries[name]).ravel().tolist()
+            return found
+
+        fields = fields_of(GgufHeader(self.table.architecture, self.metadata, entries, numbers, self.table.where))
+        check_blocks(self.table, fields["num_hidden_layers"])
+        take_long_factors(fields, asked)
+        return fields
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
@@ -95,32 +104,6 @@ class GgufFile:
         refuse_kind(str(path), table.metadata)
         return cls(table.paths[0], table)
 
-    @contextmanager
-    def opened(self) -> Iterator[Path]:
-        """Path of a file that transformers reads: this one, or a temporary copy. The copy joins parts, and has tensors
-        in float32 whose type transformers does not dequantise, such as Q5_0, which 4-bit files use for rows that 256
-        does not divide.
-
-        Raises:
-            CheckpointError: the package gguf cannot dequantise a block either.
-            OSError: there is not enough space for the copy.
-        """
-        if not self.table.strange and len(self.table.paths) == 1:
-            yield self.path
-            return
-        with TemporaryDirectory(prefix="specdec-") as folder:
-            copy = Path(folder, self.path.name)
-            self.table.widen(copy)
-            yield copy
-
-    def settle(self, model: PreTrainedModel) -> None:
-        """Set the dequantised model's source and the tokens that end a text."""
-        vars(model.config).pop("_model_name_or_path", None)  # it holds the model's title, not a path
-        model.name_or_path = str(self.path)
-        ends = ends_of(self.path)
-        config: Any = model.generation_config
-        config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
-
     def tokenizer(self) -> Any:
         """The tokenizer that the file describes, with its chat template and settings.
 
@@ -128,3 +111,18 @@ class GgufFile:
             CheckpointError: the file has no tokenizer, or one that cannot be reproduced exactly.
         """
         return read_tokenizer(self.path)
+
+
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """The config of transformers that the settings of a family make."""
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the file's tokenizer has them
+    own = {**fields, **none}
+    return AutoConfig.for_model(own.pop("model_type"), **own)
+
+
+def generation_of(file: GgufFile, config: Any) -> Any:
+    """Transformers' defaults for texts of a file's model: they end at the file's ends."""
+    ends = ends_of(file.path)
+    found: Any = GenerationConfig.from_model_config(config)
+    found.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
+    return found

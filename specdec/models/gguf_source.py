@@ -1,34 +1,26 @@
-"""GGUF as a source of tensors for a decoder by its spec; transformers' tables undo llama.cpp's changes to values."""
+"""GGUF as a source of tensors for a decoder by its spec: llama.cpp's names, and its changes to values undone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    Gemma2TensorProcessor,
-    LlamaTensorProcessor,
-    TensorProcessor,
-)
 
+from specdec.decoder.gguf_said import factors_read
 from specdec.decoder.names import Names
-from specdec.models.gguf_rope import factors_read
 from specdec.models.gguf_table import TensorEntry, TensorTable
 from specdec.native.formats import formats
 from specdec.runners.block_weight import BlockTensor
 
-__all__ = ["GGUF_NAMES", "PROCESSORS", "GgufSource", "stays"]
+__all__ = ["GGUF_NAMES", "GgufSource", "stays", "undone"]
 
-PROCESSORS = {
-    **TENSOR_PROCESSORS,
-    "gemma": Gemma2TensorProcessor,
-    **dict.fromkeys(("granite", "granitemoe", "smollm3", "mistral3"), LlamaTensorProcessor),
-}
-"""Architecture -> what undoes llama.cpp's changes to its tensors."""
+_NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
+"""Architectures whose files have values that turn together beside each other; transformers: half a head apart."""
+_OFFSET = ("gemma", "gemma2", "gemma3")
+"""Those whose files have norms with the 1 that is added to their weights."""
 
 GGUF_NAMES = Names(
     {
@@ -65,25 +57,32 @@ def stays(entry: TensorEntry, dtype: torch.dtype) -> bool:
     return not one.is_float16 or (dtype is torch.float32 and entry.shape[-1] % int(one.values) == 0)
 
 
+def undone(architecture: str, dim: int, name: str, values: np.ndarray) -> np.ndarray:
+    """A tensor's rows, or their numbers, as transformers has them, where llama.cpp changes them; ``dim``: of a head."""
+    if architecture in _OFFSET and name.endswith("norm.weight"):
+        return values - 1
+    if architecture in _NEIGHBOURS and any(part in name for part in (".attn_q.", ".attn_k.")):
+        return values.reshape(-1, dim // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    return values
+
+
 class GgufSource:
     """As of :class:`specdec.decoder.weights.source.Source`.
 
-    Numbers by which rotary frequencies are divided are in the config, and are none of its tensors.
+    Numbers by which rotary frequencies are divided are settings, and are none of its tensors.
 
     Args:
         table: of a file.
-        config: of transformers, made of the file's settings.
+        dim: of a head.
         dtype: of the computation.
     """
 
     biases_lack = True  # as in llama.cpp
 
-    def __init__(self, table: TensorTable, config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, table: TensorTable, dim: int, dtype: torch.dtype) -> None:
         self.where, self._table, self._dtype = table.where, table, dtype
-        factors = factors_read(str(table.metadata["general.architecture"]))
-        sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-        processor: Any = PROCESSORS.get(str(table.metadata["general.architecture"]), TensorProcessor)
-        self._process = processor(config=sizes).process
+        self._undone = partial(undone, table.architecture, dim)
+        factors = factors_read(table.architecture)
         own = [entry for entry in table.entries if entry.name not in factors]
         self._entries = {entry.name: entry for entry in own if len(entry.shape) < 3}
         self._experts = {one.name: one for entry in own if len(entry.shape) == 3 for one in _each(entry)}
@@ -94,14 +93,14 @@ class GgufSource:
     def read(self, name: str) -> torch.Tensor:
         if (expert := self._experts.get(name)) is not None:
             return torch.tensor(self._table.dequantised(expert))
-        return torch.tensor(self._processed(self._table.dequantised(self._entries[name]), name))
+        return torch.tensor(self._undone(name, self._table.dequantised(self._entries[name])))
 
     def blocks(self, name: str) -> BlockTensor | None:
         entry = self._experts.get(name) or self._entries[name]
         if not stays(entry, self._dtype):
             return None
         rows = np.arange(entry.shape[0])
-        order = rows if name in self._experts else self._processed(rows, name)
+        order = rows if name in self._experts else self._undone(name, rows)
         return BlockTensor(
             formats()[entry.type], self._table.rows(entry), None if np.array_equal(order, rows) else order
         )
@@ -112,13 +111,6 @@ class GgufSource:
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing: what was read is no view of the file."""
-
-    def _processed(self, values: np.ndarray, name: str) -> np.ndarray:
-        """A tensor's values after transformers has undone llama.cpp's changes to them."""
-        found: np.ndarray = self._process(
-            weights=values, name=name, tensor_key_mapping={}, parsed_parameters={}
-        ).weights
-        return found
 
 
 def _each(entry: TensorEntry) -> list[TensorEntry]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers.integrations.gguf.dequant import GGML_NAME
 
 from specdec.errors import CheckpointError, first_line
 from specdec.models.gguf_kinds import refuse_head
@@ -20,7 +18,6 @@ from specdec.native.formats import formats
 __all__ = ["TensorEntry", "TensorTable", "read_settings"]
 
 _PLAIN = {0: 4, 1: 2, 30: 2}  # ggml's numbers of float32, float16 and bfloat16 -> bytes of a value
-_TENSOR_COUNT = 8  # where a file has the number of its tensors
 _RETIRED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
 _RETIRED |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 
@@ -148,7 +145,6 @@ class TensorTable:
 
     Attributes:
         paths: the files, of which the first has the settings.
-        strange: types that transformers does not dequantise.
 
     Raises:
         CheckpointError: a file is not GGUF, or is broken or incomplete; or parts are missing or of other models.
@@ -162,7 +158,13 @@ class TensorTable:
         self.entries = [entry for file in self.files for entry in file.entries]
         if len(self.paths) > 1:
             self._check_parts()
-        self.strange = {entry.type for entry in self.entries} - {*GGML_NAME, *_PLAIN}
+
+    @property
+    def architecture(self) -> str:
+        """Llama.cpp's name of it; raises CheckpointError where the file has none."""
+        if (found := self.metadata.get("general.architecture")) is None:
+            raise CheckpointError(f"{self.where} says no general.architecture; it is no model, or broken: get it again")
+        return str(found)
 
     def _check_parts(self) -> None:
         """Raises CheckpointError where the files are not the parts of one model."""
@@ -204,27 +206,3 @@ class TensorTable:
                 "quantisation, or the model's folder of safetensors"
             ) from error
         return found.astype(np.float32, copy=False).reshape(entry.shape)
-
-    def widen(self, copy: Path) -> None:
-        """Write a copy of the model in one file, in which tensors that transformers does not dequantise are float32.
-
-        Raises:
-            CheckpointError: the package gguf cannot dequantise a block either.
-        """
-        table, offset, first = bytearray(), 0, self.files[0]
-        for entry in self.entries:
-            strange, name = entry.type in self.strange, entry.name.encode()
-            shape, kind = entry.shape, 0 if strange else entry.type
-            table += struct.pack("<Q", len(name)) + name
-            table += struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
-            offset += 4 * math.prod(shape) if strange else entry.size
-            offset += first.missing(offset)
-        head = bytearray(first.blob[: first.start].data)
-        struct.pack_into("<Q", head, _TENSOR_COUNT, len(self.entries))
-        with copy.open("wb") as file:
-            file.write(head)
-            file.write(table)
-            for entry in self.entries:
-                file.write(bytes(first.missing(file.tell())))
-                values = self.dequantised(entry) if entry.type in self.strange else self.bytes_of(entry)
-                file.write(values.data)

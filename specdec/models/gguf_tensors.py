@@ -31,10 +31,9 @@ def check_blocks(table: TensorTable, layers: int) -> None:
     numbers = {int(found[1]) for entry in table.entries if (found := _BLOCK.match(entry.name))}
     have = max(numbers, default=-1) + 1
     if have != layers:
-        family = table.metadata["general.architecture"]
         raise CheckpointError(
-            f"{table.where} says {family}.block_count {layers} and has tensors of {have} layers; it is incomplete or "
-            "broken: get it again"
+            f"{table.where} says {table.architecture}.block_count {layers} and has tensors of {have} layers; "
+            "it is incomplete or broken: get it again"
         )
 
 
@@ -52,8 +51,7 @@ def check_known(table: TensorTable, read: Collection[str]) -> None:
 def check_read(table: TensorTable, read: Collection[str]) -> None:
     """Raises CheckpointError for tensors that are not among ``read``."""
     if left := [entry.name for entry in table.entries if entry.name not in read]:
-        family = table.metadata["general.architecture"]
         raise CheckpointError(
-            f"{table.where} has {len(left)} tensors that {family!r} does not read here, such as {left[0]}: the model "
-            f"would be another one; {_REMEDY}"
+            f"{table.where} has {len(left)} tensors that {table.architecture!r} does not read here, such as "
+            f"{left[0]}: the model would be another one; {_REMEDY}"
         )

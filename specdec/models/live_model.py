@@ -4,16 +4,22 @@ load here, such as a GGUF file's blocks or a GPTQ checkpoint's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
-from specdec.decoder.names import FUSED, Weight
+from specdec.decoder.names import CHOICE, FUSED, Weight
+from specdec.errors import ConfigError
 from specdec.models.described_checkpoint import DescribedCheckpoint
-from specdec.models.loading import load_weights
+from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
+from specdec.models.gguf_dense import dense_weights
+from specdec.models.loading import check_sizes, load_weights
+from specdec.models.names import model_source
 from specdec.step import torch_switches
 
 __all__ = ["load_live", "load_model"]
@@ -44,33 +50,68 @@ def load_live(
     """
     options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     options |= {"revision": revision, "subfolder": subfolder, "max_model_len": max_model_len}
-    if device_map is None and not split:
-        found = DescribedCheckpoint.opened(path, in_blocks=False, int8=activations == "int8", **options)
+    place = model_source(path, revision=revision, subfolder=subfolder, code=trust_remote_code)
+    spread, int8 = device_map is not None or split, activations == "int8"
+    if not spread or is_gguf(place):
+        found = DescribedCheckpoint.opened(path, in_blocks=False, int8=int8, **options)
         if isinstance(found, DescribedCheckpoint) and found.quantised is not None:
-            model: Any = _filled(found)
-            return model if device is None else model.to(device), f"dequantised: {found.why_dense}"
-    return load_weights(path, device_map=device_map, split=split, activations=activations, **options)
+            model = _of_described(found, device_map, split=split)
+            why = "it is spread" if spread else found.why_dense
+            return (model if device is None else model.to(device)), f"dequantised: {why}"
+        if is_gguf(place):
+            file = GgufFile.read(place)
+            why = f"native layers do not run the architecture {file.table.architecture!r}"
+            if int8:
+                raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
+            model = _of_gguf(file, dtype, max_model_len, device_map, split=split)
+            return (model if device is None else model.to(device)), f"dequantised: {'it is spread' if spread else why}"
+    return load_weights(path, device_map=device_map, split=split, activations=activations, **options), None
 
 
 @torch_switches.reads_weights
-def _filled(found: DescribedCheckpoint) -> PreTrainedModel:
+def _of_described(found: DescribedCheckpoint, device_map: Any, *, split: bool) -> Any:
     """A model with a described checkpoint's weights."""
-    classes: Any = AutoModelForCausalLM
     config, checkpoint = found.config, found.checkpoint
     vars(config).pop("quantization_config", None)  # a copy of the model, or of its config, has none
-    config._experts_implementation = "eager"  # which takes every dtype
-    with init_empty_weights(include_buffers=False):
-        model: Any = classes.from_config(config, dtype=found.dtype)
-    state = dict[str, torch.Tensor]()
+    weights = dict[str, torch.Tensor]()
     for weight in checkpoint.shapes:
         if weight.expert is None and checkpoint.has(weight):
-            state[checkpoint.names.own(weight)] = checkpoint.read(weight).to(found.dtype)
+            kind = torch.float32 if weight.kind == CHOICE else found.dtype  # as its class keeps it
+            weights[checkpoint.names.own(weight)] = checkpoint.read(weight).to(kind)
     for layer in range(len(checkpoint.spec.layers)):
         for part in FUSED if checkpoint.experts_in(layer) else ():
             each = [torch.cat([*tensors]).to(found.dtype) for tensors in checkpoint.experts(layer, part)]
-            state[checkpoint.names.own(Weight(part, layer))] = torch.stack(each)
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    model.generation_config = found.generation_config
-    model.name_or_path = found.path
-    return model.eval()  # type: ignore[no-any-return]
+            weights[checkpoint.names.own(Weight(part, layer))] = torch.stack(each)
+    model = _made(config, weights, found.dtype, device_map, split=split)
+    model.generation_config, model.name_or_path = found.generation_config, found.path
+    return model
+
+
+@torch_switches.reads_weights
+def _of_gguf(file: GgufFile, dtype: Any, max_model_len: int | None, device_map: Any, *, split: bool) -> Any:
+    """A model of a GGUF file that no spec describes, dequantised."""
+    fields = file.fields(max_model_len)
+    check_sizes(fields, str(file.path))
+    config = config_of(fields)
+    dtype = file.dtype if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model = _made(config, dense_weights(file.table, config, dtype), dtype, device_map, split=split)
+    model.generation_config, model.name_or_path = generation_of(file, config), str(file.path)
+    return model
+
+
+def _made(config: Any, weights: Mapping[str, torch.Tensor], dtype: Any, device_map: Any, *, split: bool) -> Any:
+    """A model of weights by transformers' names, which may be spread over devices or processes."""
+    classes: Any = AutoModelForCausalLM
+    config._experts_implementation = "eager"  # which takes every dtype
+    if device_map is None and not split:
+        with init_empty_weights(include_buffers=False):
+            model: Any = classes.from_config(config, dtype=dtype)
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
+        return model.eval()
+    plan = DistributedConfig(tp_plan="auto") if split else None
+    model = classes._model_mapping[type(config)].from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, device_map=device_map, distributed_config=plan
+    )
+    model.config._name_or_path = ""  # not "None"
+    return model

@@ -1,11 +1,9 @@
-"""A model of transformers, loaded from its folder, a hub id or a GGUF file, and checked before and after."""
+"""A model of transformers, loaded from its folder or a hub id, and checked before and after."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack, redirect_stderr
-from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,17 +11,12 @@ import torch
 from annotated_types import Ge, Lt
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
-from transformers.utils.quantization_config import GgufConfig
 
 from specdec.decoder.families import FAMILIES
 from specdec.decoder.weights.quantised import METHODS, method_of
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
 from specdec.models.catalog import named_models
 from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
-from specdec.models.gguf import GgufFile, is_gguf
-from specdec.models.gguf_config import is_mixtral
-from specdec.models.gguf_dense import check_tensors, dequantised_model
 from specdec.models.git_lfs import refuse_pointers
 from specdec.models.inspection import refuse_unfit
 from specdec.models.long_context import take_long_factors
@@ -77,9 +70,8 @@ def load_weights(
     revision: str | None = None,
     subfolder: str | None = None,
     max_model_len: int | None = None,
-) -> tuple[PreTrainedModel, str | None]:
-    """A checkpoint's model as transformers loads it: a named one's, a folder's, a hub id's (safetensors only), or a
-    GGUF file's; and of the latter, how its weights are held.
+) -> PreTrainedModel:
+    """A checkpoint's model as transformers loads it: a named one's, a folder's or a hub id's (safetensors only).
 
     ``split``: over the processes of torch.distributed, each weight by the model's own plan. ``activations``: ``int8``
     rounds the rows that quantised blocks are multiplied with, of which there are none here.
@@ -88,67 +80,37 @@ def load_weights(
     Raises:
         CheckpointError: no model there, a broken file, or tensors missing or left over.
         TargetError: a model that specdec cannot drive.
-        ConfigError: a GGUF file, and no package to read it with; or no blocks, whose rows could be rounded.
+        ConfigError: there are no blocks, whose rows could be rounded.
     """
     place = model_source(path, revision=revision, subfolder=subfolder, code=trust_remote_code)
-    gguf = GgufFile.read(place) if is_gguf(place) else None
-    reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    spread, int8 = device_map is not None or split, activations == "int8"
-    if gguf is None:
-        check_folder(place)
-    else:
-        dtype = gguf.dtype if dtype == "auto" else dtype
-        family = str(gguf.metadata["general.architecture"])
-        why = "it is spread" if spread else f"native layers do not run the architecture {family!r}"
-        if int8:
-            raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
-        if not spread:
-            filled = _filled(gguf, dtype, str(path), max_model_len)
-            return (filled if device is None else filled.to(device)), f"dequantised: {why}"  # type: ignore[arg-type]
-        if is_mixtral(gguf.metadata) or family not in GGUF_SUPPORTED_ARCHITECTURES:
-            kind = "a Llama with experts" if family == "llama" else f"of the architecture {family!r}"
-            raise ConfigError(
-                f"{shown(str(path), 400)} is {kind}, which transformers does not read from GGUF, and specdec only onto "
-                "one device; leave device_map and tensor parallelism out, or give the model's "
-                "folder of safetensors"
-            )
-    dequantised = {} if gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
+    spread = device_map is not None or split
+    check_folder(place)
     try:
-        with ExitStack() as opened:
-            if gguf is not None:
-                file = opened.enter_context(gguf.opened())
-                place, reading["gguf_file"] = file.parent, file.name
-            if gguf is None:
-                refuse_adapter(place)
-            config = AutoConfig.from_pretrained(place, **reading) if gguf is None else gguf.config()
-            refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
-            check_sizes(config.to_dict(), str(path))
-            take_long_factors(config, max_model_len)
-            if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
-                config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
-            if gguf is None:
-                _check_quantised(place, config, spread=spread)
-                if int8:
-                    raise ConfigError(
-                        "activations='int8' rounds rows that quantised blocks are multiplied with, and "
-                        f"{shown(str(path), 400)} is not loaded as such here; leave it out, or make a GGUF file with "
-                        "`specdec quantize`"
-                    )
-            else:
-                check_tensors(gguf.table, config)
-                opened.enter_context(redirect_stderr(StringIO()))  # the bar heeds no switch of transformers
-            loaded: Any = _auto_class(config).from_pretrained(
-                place,
-                config=config,
-                dtype=dtype,
-                device_map=device_map,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                distributed_config=DistributedConfig(tp_plan="auto") if split else None,
-                **reading,
-                **dequantised,
+        refuse_adapter(place)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+        check_sizes(config.to_dict(), str(path))
+        take_long_factors(vars(config.get_text_config()), max_model_len)
+        if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
+            config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
+        _check_quantised(place, config, spread=spread)
+        if activations == "int8":
+            raise ConfigError(
+                "activations='int8' rounds rows that quantised blocks are multiplied with, and "
+                f"{shown(str(path), 400)} is not loaded as such here; leave it out, or make a GGUF file with "
+                "`specdec quantize`"
             )
+        loaded: Any = _auto_class(config).from_pretrained(
+            place,
+            config=config,
+            dtype=dtype,
+            device_map=device_map,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            distributed_config=DistributedConfig(tp_plan="auto") if split else None,
+            trust_remote_code=trust_remote_code,
+        )
     except SpecdecError:
         raise
     except Exception as error:  # files of others, read by code of others: they raise anything
@@ -156,9 +118,15 @@ def load_weights(
             f"cannot load a causal language model from {str(path)!r}: {told(error)}; {remedy_for(place, error)}"
         ) from error
     model: PreTrainedModel = loaded[0]
-    if gguf is not None:
-        gguf.settle(model)
-    info: dict[str, Any] = loaded[1]
+    _check_loaded(model, loaded[1], str(path))
+    refuse_integers(place, model)
+    if device is not None and device_map is None:
+        model.to(device)  # type: ignore[arg-type]  # in place
+    return model
+
+
+def _check_loaded(model: Any, info: dict[str, Any], path: str) -> None:
+    """Raises CheckpointError where tensors were missing, misshapen or left over."""
     kinds = {"missing": "missing_keys", "extra": "unexpected_keys", "misshapen": "mismatched_keys"}
     broken = {kind: sorted(map(str, info[key])) for kind, key in kinds.items() if info.get(key)}
     extra = [name for name in broken.pop("extra", []) if not _is_of_mtp(name, model.config.get_text_config())]
@@ -166,14 +134,9 @@ def load_weights(
     if broken:
         what = "; ".join(f"{len(names)} {kind}, such as {names[0]}" for kind, names in broken.items())
         raise CheckpointError(
-            f"the checkpoint {str(path)!r} does not fit {type(model).__name__}: tensors {what}; "
+            f"the checkpoint {path!r} does not fit {type(model).__name__}: tensors {what}; "
             "it was saved from another architecture or is incomplete"
         )
-    if gguf is None:
-        refuse_integers(place, model)
-    if device is not None and device_map is None:
-        model.to(device)  # type: ignore[arg-type]  # in place
-    return model, None if gguf is None else "dequantised: another way to run its layers was asked for"
 
 
 def _auto_class(config: Any) -> Any:
@@ -218,25 +181,6 @@ def _check_quantised(place: Path, config: Any, *, spread: bool) -> None:
         f"{str(place)!r} is quantised by {method}, and {why}: install the {named}, with which transformers loads "
         "it, or give a checkpoint that is not quantised"
     )
-
-
-def _filled(gguf: GgufFile, dtype: str | torch.dtype, path: str, max_model_len: int | None) -> PreTrainedModel:
-    """A GGUF file's model, whose quantised blocks are dequantised."""
-    try:
-        config = gguf.config()
-        refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
-        check_sizes(config.to_dict(), path)
-        take_long_factors(config, max_model_len)
-        config._experts_implementation = "eager"  # which takes every dtype
-        model = dequantised_model(gguf.table, config, _dtype_of(dtype))
-    except SpecdecError:
-        raise
-    except Exception as error:  # files of others, read by code of others: they raise anything
-        raise CheckpointError(
-            f"cannot load a causal language model from {path!r}: {told(error)}; get the GGUF file again"
-        ) from error
-    gguf.settle(model)
-    return model
 
 
 def _dtype_of(dtype: str | torch.dtype) -> Any:

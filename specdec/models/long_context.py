@@ -9,23 +9,25 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from specdec.decoder.rope_settings import rope_kinds
 from specdec.errors import ConfigError
 
 __all__ = ["bound_context", "take_long_factors"]
 
 
-def take_long_factors(config: Any, asked: int | None) -> None:
-    """Have the model of a config use its long factors from the first token, where texts of ``asked`` tokens need them.
+def take_long_factors(own: dict[str, Any], asked: int | None) -> None:
+    """Have a model use its long factors from the first token, where texts of ``asked`` tokens need them.
 
     Cosines and sines are scaled as before: by the ratio of the whole context to the original one.
+
+    Args:
+        own: settings of the model's texts, such as ``vars()`` of a config, which are changed.
+        asked: tokens of the longest text; None: what the model does by itself.
     """
-    text = config.get_text_config()
-    longest = int(text.max_position_embeddings)
-    kinds: Any = rope_kinds(text)
-    for rope in kinds:
+    ropes = own.get("rope_parameters") or {}
+    for rope in [kind for kind in ropes.values() if isinstance(kind, dict)] or [ropes]:
         if rope.get("rope_type") != "longrope":
             continue
+        longest = int(own["max_position_embeddings"])
         trained = int(rope.get("original_max_position_embeddings") or longest)
         if asked is None or asked <= trained:
             continue
@@ -33,8 +35,8 @@ def take_long_factors(config: Any, asked: int | None) -> None:
             ratio = float(rope.get("factor") or longest / trained)
             rope["attention_factor"] = math.sqrt(1 + math.log(ratio) / math.log(trained)) if ratio > 1 else 1.0
         rope["short_factor"], rope["original_max_position_embeddings"] = rope["long_factor"], longest
-        if hasattr(text, "original_max_position_embeddings"):  # which Phi-3's class takes first
-            text.original_max_position_embeddings = longest
+        if "original_max_position_embeddings" in own:  # which Phi-3's class takes first
+            own["original_max_position_embeddings"] = longest
 
 
 def bound_context(target: Any, asked: int | None) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 
 from specdec.decoder.rope_settings import rope_kinds
 from specdec.errors import CheckpointError, ConfigError, SpecdecWarning, first_line
-from specdec.models.gguf import GgufFile, require_gguf
-from specdec.models.gguf_dense import check_tensors
+from specdec.models.described_checkpoint import DescribedCheckpoint
+from specdec.models.gguf import require_gguf
 from specdec.models.gguf_ends import FILL_ENDS, TokenRoles
 from specdec.models.gguf_splits import rules, splitter
 from specdec.models.gguf_tokenizer import ends_of, read_tokenizer
@@ -162,11 +162,11 @@ def _check_ends(ends: frozenset[int], place: Path, tokenizer: Any) -> None:
 
 def _check_model(place: Path, loaded: Any) -> None:
     """Raises CheckpointError where the file is read as another model than the one that was written."""
-    file = GgufFile.read(place)
-    found, config = file.config(), loaded.config
-    check_tensors(file.table, found)
+    found, config = DescribedCheckpoint.opened(place, in_blocks=False), loaded.config
+    if isinstance(found, str):
+        raise CheckpointError(f"the file cannot be read again: {found}; convert the model with llama.cpp")
     for name in _SAME:
-        own, read = (getattr(one, name, None) for one in (config, found))
+        own, read = (getattr(one, name, None) for one in (config, found.config))
         if name == "head_dim":
             own = own or config.hidden_size // config.num_attention_heads
         if own != read and not (isinstance(own, float) and math.isclose(own, float(read or 0), rel_tol=1e-6)):

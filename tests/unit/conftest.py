@@ -1,12 +1,15 @@
-"""Packages that exist for one test."""
+"""Packages that exist for one test, and llama.cpp for the tests of what is read from files and written to them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.llama_cpp import LlamaCpp
 
 Install = Callable[..., None]
 
@@ -30,3 +33,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     yield install_package
     for module in modules:
         sys.modules.pop(module, None)
+
+
+@pytest.fixture(scope="module")
+def llama_cpp() -> Iterator[LlamaCpp]:
+    if find_spec("xllamacpp") is None:
+        pytest.skip("llama.cpp is not installed: pip install xllamacpp")
+    found = LlamaCpp()
+    yield found
+    found.close()

@@ -27,8 +27,8 @@ def config_of(family: str, **changes: Any) -> Any:
 FAMILIES_BY_CLASS = {family.architecture: family for family in FAMILIES.values()}
 
 
-def parameters(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Transformers' parameters of a decoder and their shapes, by what is written of it."""
+def tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Transformers' tensors of a decoder and their shapes, by what is written of it."""
     names, found = FAMILIES_BY_CLASS[spec.architecture].names, dict[str, tuple[int, ...]]()
     shapes = shapes_of(spec)
     for weight, shape in shapes.items():
@@ -58,7 +58,8 @@ def test_tensors_are_called_and_shaped_as_the_models(family: str, changed: bool)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     spec = spec_of_config(config)
-    assert parameters(spec) == {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    kept = {name: own for name, own in model.named_buffers() if name in model.state_dict()}
+    assert tensors(spec) == {name: tuple(own.shape) for name, own in [*model.named_parameters(), *kept.items()]}
     assert spec.architecture == type(model).__name__
     assert (spec.vocab, spec.hidden, len(spec.layers)) == (models.VOCAB, config.hidden_size, 3)
 

@@ -49,6 +49,8 @@ REFUSED = {
     "mixtral": "layers.0.mlp is Experts",
     "olmoe": "layers.0.mixer.norms_all is True",
     "qwen3_moe": "layers.0.mlp is Experts",
+    "mellum": "layers.0.mlp is Experts",
+    "glm4_moe": "layers.0.mixer.rope.dim is 8",
 }
 
 

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, RopeTables
-from specdec.execute.layer import layer
+from specdec.decoder.spec import Norm
+from specdec.execute.layer import heads_of, keys_values, layer
+from specdec.execute.norm import RmsNorm
 from specdec.step.step_io import Part
 from tests.decoders import Decoder, checkpoint_of, new_model
 
@@ -42,3 +44,23 @@ def test_a_layer_is_its_parts_one_after_the_other() -> None:
     assert torch.equal(layer(spec, weights, attended, angles, mix, Part.MLP), whole)
     assert torch.equal(layer(spec, weights, hidden, angles, mix, Part(0)), hidden)
     assert not torch.equal(attended, whole)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_keys_and_values_are_those_beside_queries(family: str) -> None:
+    spec, weights, angles = parts_of(family)
+    rows = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = heads_of(spec.attention, weights, rows, angles)[1:]
+    for own, other in zip(keys_values(spec.attention, weights, rows, angles), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-14)
+
+
+def test_a_norm_may_round_before_it_multiplies() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows, weight = torch.randn(5, 8, generator=generator).bfloat16(), torch.randn(8, generator=generator).bfloat16()
+    root = torch.rsqrt(rows.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    twice = weight * (rows.float() * root).bfloat16()
+    assert torch.equal(RmsNorm(Norm(1e-6, rounds_first=True), weight)(rows), twice)
+    assert not torch.equal(RmsNorm(Norm(1e-6), weight)(rows), twice)
+    whole = RmsNorm(Norm(1e-6, rounds_first=True), weight.float())(rows)  # as under autocast
+    assert torch.equal(whole, weight.float() * (rows.float() * root).bfloat16())

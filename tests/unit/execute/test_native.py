@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "in
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("family", [family for family in ALL if family != "lfm2"])
+@pytest.mark.parametrize("family", [family for family in ALL if family not in ("glm4_moe", "lfm2")])
 def test_logits_are_those_of_the_torch_executor(family: str, tmp_path: Path) -> None:
     """Chains, trees, texts beside each other, exits and entries; and what the head says."""
     checkpoint = checkpoint_of(new_model(family, torch.float32, **{**BIASED[family], **SIZES}), tmp_path)
@@ -80,9 +81,20 @@ def test_parts_of_layers_run_by_the_same_panels() -> None:
 def test_what_the_library_does_not_run_is_named(changes: dict[str, Any], dtype: torch.dtype, says: str) -> None:
     spec = spec_of_config(new_model("llama", **{**SIZES, **changes}).config)
     assert says in str(why_not(spec, dtype, torch.device("cpu")))
+    others = tuple(replace(own, mlp=replace(own.mlp, act="gelu")) for own in spec.layers)
+    assert "here it is gelu" in str(why_not(replace(spec, layers=others), torch.float32, torch.device("cpu")))
     assert "on a CPU" in str(why_not(spec, dtype, torch.device("cuda")))
     other = spec_of_config(new_model("lfm2").config)
     assert "and no ShortConv" in str(why_not(other, torch.float32, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("part", "says"), [(0.5, "a part of each turns"), (1.0, "choose experts by a softmax, and have none that all rows")]
+)
+def test_experts_and_positions_of_glm_are_refused_by_name(part: float, says: str) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
+    spec = spec_of_config(new_model("glm4_moe", rope_parameters=rope).config)
+    assert says in str(why_not(spec, torch.float32, torch.device("cpu")))
 
 
 def test_decoding_does_not_depend_on_rows_beside() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec import Engine, TransformersTarget
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CheckpointError
 from specdec.native import library as native
 from specdec.runners.block_weight import BlockWeight
 from tests.models import logits_of
@@ -100,7 +100,12 @@ def test_a_file_without_some_experts_is_refused_by_name(family: str, tmp_path: P
         target_of(file)
 
 
-def test_a_mixtral_is_not_spread_over_devices(tmp_path: Path) -> None:
-    file = quantised_file(tmp_path / "small.gguf", family="mixtral")
-    with pytest.raises(ConfigError, match="transformers does not read from GGUF"):
-        target_of(file, device_map="auto")
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_spread_over_devices(family: str, tmp_path: Path) -> None:
+    file = quantised_file(tmp_path / "small.gguf", MIXED, family=family)
+    spread, whole = (
+        target_of(file, dtype="float32", **more) for more in ({"device_map": "auto"}, {"execution": "modules"})
+    )
+    assert spread.describe()["model"]["weights"] == "dequantised: it is spread"
+    assert torch.equal(logits_of(spread, TEXT), logits_of(whole, TEXT))

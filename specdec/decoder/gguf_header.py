@@ -1,25 +1,23 @@
-"""What a GGUF file says of its model, as llama.cpp reads it: each setting, and llama.cpp's default where it is missing.
+"""A GGUF file's header, as llama.cpp reads it: each setting, and llama.cpp's default where it is missing.
 
-Transformers' own table leaves settings out, and has its classes' defaults for those that are missing. Here a setting
-that changes the model is read, or the file is refused by the setting's name.
+A setting that changes the model is read, or the file is refused by the setting's name.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
 from specdec.errors import CheckpointError, SpecdecWarning, shown
-from specdec.models.gguf_table import TensorTable
 
-__all__ = ["REMEDY", "GgufSettings"]
+__all__ = ["GgufHeader"]
 
-REMEDY = "load the model's folder of safetensors"
+_REMEDY = "load the model's folder of safetensors"
 _TELLING = ("rope", "attention", "expert", "scale", "norm", "window", "cap", "bias")  # in names of what changes a model
-_NEVER = {  # no family here has a place for these; their values where they change nothing
+_NEVER = {  # no architecture here has a place for these; their values where they change nothing
     "attention.causal": (True,),
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
@@ -27,21 +25,30 @@ _NEVER = {  # no family here has a place for these; their values where they chan
 }
 
 
-class GgufSettings:
-    """The settings of a file's architecture, each of which is read once or listed as of no effect.
+class GgufHeader:
+    """The settings of a file's architecture, each of which is read or listed as of no effect.
 
     Args:
-        table: the file's.
+        architecture: llama.cpp's name of it.
+        metadata: all settings by their whole keys; a list of words may be given as its length.
+        names: of the file's tensors.
+        numbers: reads a tensor by its name, for the few that are settings.
+        where: the file, as messages name it.
 
     Attributes:
-        family: the architecture.
-        names: of the file's tensors.
+        architecture, names, where: as given.
     """
 
-    def __init__(self, table: TensorTable) -> None:
-        self.family, self._metadata = str(table.metadata["general.architecture"]), table.metadata
-        self._table, self._read = table, set[str]()
-        self.names = frozenset(entry.name for entry in table.entries)
+    def __init__(
+        self,
+        architecture: str,
+        metadata: Mapping[str, Any],
+        names: Collection[str],
+        numbers: Callable[[str], list[float]],
+        where: str,
+    ) -> None:
+        self.architecture, self.names, self.where = architecture, frozenset(names), where
+        self._metadata, self._numbers, self._read = metadata, numbers, set[str]()
 
     def said(self, key: str, default: Any = None) -> Any:
         """A setting by its whole key."""
@@ -53,17 +60,17 @@ class GgufSettings:
         Raises:
             CheckpointError: they are not all finite and above 0.
         """
-        entry = next((one for one in self._table.entries if one.name == name), None)
-        if entry is None:
+        if name not in self.names:
             return None
-        values: list[float] = self._table.dequantised(entry).ravel().tolist()
+        values = self._numbers(name)
         if not all(0 < value < math.inf for value in values):
             raise self.refused(f"has a tensor {name} of numbers that are not all finite and above 0", "get it again")
         return values
 
     def get(self, name: str, default: Any = None) -> Any:
+        """A setting of the architecture, of any type."""
         self._read.add(name)
-        return self._metadata.get(f"{self.family}.{name}", default)
+        return self._metadata.get(f"{self.architecture}.{name}", default)
 
     def number(self, name: str, default: float | None = None) -> Any:
         """A number, which is at least 0; a list has to have the same one for all layers.
@@ -71,15 +78,13 @@ class GgufSettings:
         Raises:
             CheckpointError: it is missing and has no default, or is no such number.
         """
-        value = self.get(name, default)
+        value, key = self.get(name, default), f"{self.architecture}.{name}"
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
         if value is None:
-            raise self.refused(f"does not say {self.family}.{name}, without which a model has no size", "get it again")
+            raise self.refused(f"does not say {key}, without which a model has no size", "get it again")
         if type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise self.refused(
-                f"says {self.family}.{name} {shown(value)}, and a number is needed that holds for all layers"
-            )
+            raise self.refused(f"says {key} {shown(value)}, and a number is needed that holds for all layers")
         return value
 
     @property
@@ -94,13 +99,20 @@ class GgufSettings:
         """Raises CheckpointError where a setting is there and has none of these values."""
         value = self.get(name, meant[0])
         if value not in meant:
-            raise self.refused(f"says {self.family}.{name} {shown(value)}, and only {meant[0]} is read from GGUF")
+            raise self.refused(f"says {self.architecture}.{name} {shown(value)}, and only {meant[0]} is read from GGUF")
 
     def check_rest(self) -> None:
-        """Raises CheckpointError for settings that would change the model, and which are not read."""
+        """To be called when all that is known was read.
+
+        A setting that llama.cpp knows, and does not read of this architecture, changes nothing. One that it does not
+        know either is warned of.
+
+        Raises:
+            CheckpointError: its name sounds as if it changed the model.
+        """
         for name, values in _NEVER.items():
             self.only(name, *values)
-        prefix = f"{self.family}."
+        prefix = f"{self.architecture}."
         own = [key.removeprefix(prefix) for key in self._metadata if key.startswith(prefix)]
         for name in own:
             if name in self._read or name in _known():
@@ -109,8 +121,9 @@ class GgufSettings:
                 raise self.refused(f"says {prefix}{name}, which neither specdec nor llama.cpp's converter knows")
             warnings.warn(f"{prefix}{name} is not known, and not read", SpecdecWarning, stacklevel=2)
 
-    def refused(self, why: str, remedy: str = REMEDY) -> CheckpointError:
-        return CheckpointError(f"{self._table.where} {why}; {remedy}")
+    def refused(self, why: str, remedy: str = _REMEDY) -> CheckpointError:
+        """The error for a file that does not say what can be read."""
+        return CheckpointError(f"{self.where} {why}; {remedy}")
 
 
 @cache

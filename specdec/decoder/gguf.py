@@ -1,0 +1,286 @@
+"""GGUF: a file's header -> the settings of its family, by transformers' names, one function for each architecture.
+
+The function of the family then makes a spec of them, as of a folder's config (:mod:`specdec.decoder.families`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specdec.decoder.gguf_header import GgufHeader
+from specdec.decoder.gguf_said import (
+    biased,
+    centred,
+    dense,
+    experts,
+    kinds_of_layers,
+    no_sections,
+    read_rope,
+    rope_base,
+    sizes,
+    turns,
+    windowed,
+)
+from specdec.errors import CheckpointError
+
+__all__ = ["ARCHITECTURES", "fields_of"]
+
+Fields = dict[str, Any]
+
+_EMBEDDINGS = ("bert", "embed", "t5encoder", "clip")
+_DRAFTS = ("eagle", "dflash", "medusa", "assistant")
+_GELU = "gelu_pytorch_tanh"
+
+
+def fields_of(said: GgufHeader) -> Fields:
+    """What a header says, as the settings that the function of its family takes; ``model_type`` is the family.
+
+    Raises:
+        CheckpointError: a setting is missing, or it says what is not read; or the architecture is not.
+    """
+    if (architecture := ARCHITECTURES.get(said.architecture)) is None:
+        raise _unlike(said)
+    fields = {**sizes(said), **architecture(said)}
+    said.check_rest()
+    return fields
+
+
+def _unlike(said: GgufHeader) -> CheckpointError:
+    """The error for an architecture that is not read."""
+    if any(part in said.architecture for part in _EMBEDDINGS):
+        why = "makes embeddings and no text; give a language model"
+    elif any(part in said.architecture for part in _DRAFTS):
+        why = "is a draft head and no model: give the model, and the head as the folder that it was published in"
+    else:
+        why = f"is not read from GGUF here, {', '.join(ARCHITECTURES)} are; load the model's folder of safetensors"
+    return CheckpointError(f"the architecture {said.architecture!r} of {said.where} {why}")
+
+
+def _llama(said: GgufHeader) -> Fields:
+    if said.number("expert_count", 0):
+        return {**experts(said, "mixtral", "num_local_experts"), "sliding_window": None, **turns(said)}
+    biases = {"attention_bias": biased(said), "mlp_bias": biased(said, "ffn_gate", "ffn_up", "ffn_down")}
+    return {**dense(said, "llama"), **biases, **turns(said)}
+
+
+def _qwen2(said: GgufHeader) -> Fields:
+    return {**dense(said, "qwen2"), **_no_windows(said), **turns(said)}
+
+
+def _qwen3(said: GgufHeader) -> Fields:
+    return {**dense(said, "qwen3"), "attention_bias": biased(said), **_no_windows(said), **turns(said)}
+
+
+def _no_windows(said: GgufHeader) -> Fields:
+    """Of a family that has them elsewhere."""
+    return {"use_sliding_window": False, **kinds_of_layers([False] * said.number("block_count"))}
+
+
+def _qwen2moe(said: GgufHeader) -> Fields:
+    shared = said.number("expert_shared_feed_forward_length", said.number("feed_forward_length"))
+    own = experts(said, "qwen2_moe", "num_experts", width="moe_intermediate_size")
+    own |= {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    return {**own, **_no_windows(said), **turns(said)}
+
+
+def _qwen3moe(said: GgufHeader) -> Fields:
+    own = experts(said, "qwen3_moe", "num_experts", width="moe_intermediate_size")
+    own |= {"decoder_sparse_step": 1, "norm_topk_prob": True, "use_sliding_window": False}
+    return {**own, **turns(said)}
+
+
+def _gemma(said: GgufHeader) -> Fields:
+    return {**dense(said, "gemma", hidden_act=_GELU), **turns(said)}
+
+
+def _windowed_gemma(said: GgufHeader, model_type: str, largest: int, every: int) -> Fields:
+    """Attention's scale, and layers with a window.
+
+    Args:
+        said: the file's settings.
+        model_type: transformers' name of the family.
+        largest: layers of the size whose attention is scaled by its width.
+        every: each ``every``-th layer is global.
+    """
+    (heads, dim), width, layers = said.heads, said.number("embedding_length"), said.number("block_count")
+    for name in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
+        said.only(name, dim)
+    own = {"query_pre_attn_scalar": width // heads if layers == largest else dim}
+    return {**dense(said, model_type, hidden_activation=_GELU), **own, **kinds_of_layers(windowed(said, every))}
+
+
+def _gemma2(said: GgufHeader) -> Fields:
+    said.only("rope.freq_base_swa", rope_base(said))
+    return {
+        **_windowed_gemma(said, "gemma2", 46, 2),
+        "sliding_window": said.number("attention.sliding_window", 4096),
+        "attn_logit_softcapping": said.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": said.number("final_logit_softcapping", 30.0),
+        **turns(said),
+    }
+
+
+def _gemma3(said: GgufHeader) -> Fields:
+    values = _windowed_gemma(said, "gemma3_text", 62, 6)
+    if not (window := said.number("attention.sliding_window", 0)):  # then all layers are global
+        values |= kinds_of_layers([False] * len(values["layer_types"]))
+    own = {"sliding_window": window or 4096, **_two_ropes(said, float(said.number("rope.freq_base_swa", 10000.0)))}
+    return {**values, **own, "final_logit_softcapping": said.number("final_logit_softcapping", 0) or None}
+
+
+def _two_ropes(said: GgufHeader, base: float) -> Fields:
+    """Positions of layers without a window as the file says, and plain ones of this base of those with one."""
+    plain = {"rope_type": "default", "rope_theta": base}
+    full = read_rope(said, said.heads[1])
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": plain}}
+
+
+def _starcoder2(said: GgufHeader) -> Fields:
+    own = centred(said, "starcoder2", "norm_epsilon", hidden_act=_GELU)
+    return {**own, "sliding_window": None, **turns(said)}
+
+
+def _phi3(said: GgufHeader) -> Fields:
+    own = turns(said, partial=True)
+    if (rope := own["rope_parameters"])["rope_type"] == "yarn":  # transformers' class takes it for LongRoPE
+        raise said.refused("scales its rotary frequencies by YaRN, which is not read of phi3")
+    trained = rope.get("original_max_position_embeddings", said.number("context_length"))
+    return {**dense(said, "phi3"), "sliding_window": None, "original_max_position_embeddings": trained, **own}
+
+
+def _granite_scales(said: GgufHeader) -> Fields:
+    said.only("rope.scaling.finetuned", True)  # llama.cpp's switch between rotary positions and none
+    dim = said.heads[1]
+    return {
+        "logits_scaling": said.number("logit_scale"),
+        "residual_multiplier": said.number("residual_scale", 0) or 1.0,
+        "embedding_multiplier": said.number("embedding_scale", 0) or 1.0,
+        "attention_multiplier": said.number("attention.scale", 0) or dim**-0.5,
+        "attention_bias": biased(said),
+        **turns(said),
+    }
+
+
+def _granite(said: GgufHeader) -> Fields:
+    own = {"mlp_bias": biased(said, "ffn_gate", "ffn_up", "ffn_down")}
+    return {**dense(said, "granite"), **own, **_granite_scales(said)}
+
+
+def _granitemoe(said: GgufHeader) -> Fields:
+    shared = said.number("expert_shared_feed_forward_length", 0)
+    own = experts(said, "granitemoeshared" if shared else "granitemoe", "num_local_experts")
+    return {**own, **({"shared_intermediate_size": shared} if shared else {}), **_granite_scales(said)}
+
+
+def _gpt_oss(said: GgufHeader) -> Fields:
+    said.only("rope.freq_base_swa", rope_base(said))
+    own = experts(said, "gpt_oss", "num_local_experts")
+    own["intermediate_size"] = said.number("expert_feed_forward_length")
+    own["sliding_window"] = said.number("attention.sliding_window")
+    return {**own, **kinds_of_layers(windowed(said, 2)), **turns(said)}
+
+
+def _mistral3(said: GgufHeader) -> Fields:
+    """Its queries grow with their positions where the file says by how much; otherwise it is a Llama."""
+    growth = said.number("attention.temperature_scale", 0)
+    said.only("expert_count", 0)
+    if not growth:
+        return _llama(said)
+    own = turns(said)
+    rope = own["rope_parameters"]
+    if rope["rope_type"] == "longrope":  # in which these lengths mean something else
+        raise said.refused("scales queries, and single frequencies or cosines and sines, which is not read together")
+    trained = said.number("rope.scaling.original_context_length", 0) or said.number("context_length")
+    rope |= {"llama_4_scaling_beta": growth, "original_max_position_embeddings": trained}
+    return {**dense(said, "ministral3"), **own}
+
+
+def _smollm3(said: GgufHeader) -> Fields:
+    own = {"no_rope_layer_interval": 4, "use_sliding_window": False}
+    return {**dense(said, "smollm3"), **own, **turns(said)}
+
+
+def _glm4(said: GgufHeader) -> Fields:
+    no_sections(said)
+    return {**dense(said, "glm4"), "attention_bias": biased(said), **turns(said, partial=True)}
+
+
+def _olmo2(said: GgufHeader) -> Fields:
+    if not (window := said.number("attention.sliding_window", 0)):
+        return {**dense(said, "olmo2"), **turns(said)}
+    said.only("rope.freq_base_swa", rope_base(said))
+    own = {"sliding_window": window, **_two_ropes(said, rope_base(said))}
+    return {**dense(said, "olmo3"), **own, **kinds_of_layers(windowed(said, 4))}
+
+
+def _command_r(said: GgufHeader) -> Fields:
+    own = {"logit_scale": said.number("logit_scale", 0) or 1.0}
+    own["use_qk_norm"] = "blk.0.attn_q_norm.weight" in said.names
+    return {**centred(said, "cohere", "layer_norm_eps", hidden_act="silu"), **own, **turns(said)}
+
+
+def _cohere2(said: GgufHeader) -> Fields:
+    said.only("rope.freq_base_swa", rope_base(said))
+    own = {"logit_scale": said.number("logit_scale") or 1.0, "sliding_window": said.number("attention.sliding_window")}
+    own |= kinds_of_layers(windowed(said, 4))
+    return {**centred(said, "cohere2", "layer_norm_eps", hidden_act="silu"), **own, **turns(said)}
+
+
+def _seed_oss(said: GgufHeader) -> Fields:
+    own = {"attention_bias": biased(said), "attention_out_bias": False}
+    return {**dense(said, "seed_oss"), **own, **turns(said)}
+
+
+def _exaone4(said: GgufHeader) -> Fields:
+    layers, window = said.number("block_count"), said.number("attention.sliding_window", 4096)
+    said.only("rope.freq_base_swa", rope_base(said))
+    local, large = windowed(said, 4), layers == 64  # the one size that has windows, whatever a file says
+    kinds = kinds_of_layers(local if large else [False] * layers)
+    return {**dense(said, "exaone4"), "sliding_window": window if large else None, **kinds, **turns(said)}
+
+
+def _ernie(said: GgufHeader) -> Fields:
+    return {**dense(said, "ernie4_5"), **turns(said)}
+
+
+def _hunyuan(said: GgufHeader) -> Fields:
+    no_sections(said)
+    dim, own = said.heads[1], turns(said)
+    if alpha := said.number("rope.scaling.alpha", 0):
+        own["rope_parameters"]["rope_theta"] *= alpha ** (dim / (dim - 2))
+    return {**dense(said, "hunyuan_v1_dense"), **own}
+
+
+def _hunyuan_moe(said: GgufHeader) -> Fields:
+    said.only("expert_shared_feed_forward_length", said.number("feed_forward_length"))  # both are of one width
+    return {**experts(said, "hunyuan_v1_moe", "num_experts"), "attention_bias": biased(said), **turns(said)}
+
+
+ARCHITECTURES: dict[str, Callable[[GgufHeader], Fields]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen2moe": _qwen2moe,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3moe,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "starcoder2": _starcoder2,
+    "phi3": _phi3,
+    "gpt-oss": _gpt_oss,
+    "granite": _granite,
+    "granitemoe": _granitemoe,
+    "smollm3": _smollm3,
+    "mistral3": _mistral3,
+    "glm4": _glm4,
+    "olmo2": _olmo2,
+    "command-r": _command_r,
+    "cohere2": _cohere2,
+    "seed_oss": _seed_oss,
+    "exaone4": _exaone4,
+    "ernie4_5": _ernie,
+    "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan_moe,
+}
+"""llama.cpp's name of an architecture -> what its header says, but for sizes."""
