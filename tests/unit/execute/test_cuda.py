@@ -50,7 +50,7 @@ REFUSED = {
     "olmoe": "layers.0.mixer.norms_all is True",
     "qwen3_moe": "layers.0.mlp is Experts",
     "mellum": "layers.0.mlp is Experts",
-    "glm4_moe": "layers.0.attention.rope.dim is 8",
+    "glm4_moe": "layers.0.mixer.rope.dim is 8",
 }
 
 
