@@ -23,6 +23,8 @@ from specdec.step import device_copies
 from specdec.step.step_io import Part
 
 __all__ = [
+    "APART",
+    "ByRow",
     "ExpertWeights",
     "GatedWeights",
     "LayerWeights",
@@ -39,6 +41,17 @@ Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 ByRow = Callable[[torch.Tensor], torch.Tensor]
 """[T, D] -> [T, D], such as :class:`specdec.execute.norm.RmsNorm`."""
+
+
+def _same(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+APART: tuple[ByRow, ByRow] = (_same, _same)
+"""``LayerWeights.after`` of layers whose products are rounded before they are added, and are no part of the sum.
+
+So do heads, as their authors' code does, and training, whose residual keeps its precision under autocast.
+"""
 
 _ACTS: Mapping[Activation, ByRow] = {
     "silu": F.silu,

@@ -220,7 +220,7 @@ def native_layer(own: Layer, weights: LayerWeights, table: int = 0) -> NativeLay
     """A layer of packed products as the library reads it; ``table``: the index of its rotary positions."""
     attention, mlp = own.attention, weights.mlp
     products: Any = (weights.qkv, weights.out)
-    norms: Any = (*weights.before, *(weights.after or ()))
+    norms: Any = (*weights.before, *(weights.after if own.after and weights.after else ()))
     first, second, *after = norms
     if isinstance(mlp, GatedWeights):
         products += (mlp.gate_up, mlp.down)

@@ -32,7 +32,7 @@ from specdec.step.state import LayerSpec
 from specdec.step.step_io import FINAL, NOTHING, Entering, Part, StepInput, Wanted
 from specdec.step.step_output import StepOutput
 
-__all__ = ["TorchExecutor"]
+__all__ = ["TorchExecutor", "stored_and_attended"]
 
 
 class TorchExecutor:
@@ -170,7 +170,7 @@ class TorchExecutor:
             if weights.taps is None:
                 if mixer.rope not in angles:
                     angles[mixer.rope] = self._ropes.of(mixer.rope, rows)
-                mix = partial(_attended, rows, number, mixer)
+                mix = partial(stored_and_attended, rows, number, mixer)
                 hidden = layer(own, weights, hidden, angles[mixer.rope], mix, which)
             else:
                 hidden = layer_around(own, weights, hidden, partial(gated_conv, rows, number, weights), which)
@@ -249,7 +249,7 @@ def _capped(cap: float, logits: torch.Tensor) -> torch.Tensor:
     return torch.tanh(logits / cap) * cap
 
 
-def _attended(
+def stored_and_attended(
     rows: Rows, number: int, own: Attention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """[1, H, T, d] attention of the rows over what each of them sees, after their keys and values are stored."""

@@ -1,15 +1,13 @@
 """Rows: a forward's rows as layers in torch read them: tensors, slots of keys and values, and masks.
 
-Decoder layers get them as their cache. Through them the attention function stores keys and values in the slots and
-reads them. So neither layers nor globals hold state. They are made of a :class:`specdec.step.step_io.StepInput` when it
-is run, and are of no use afterwards.
+Through them attention stores keys and values in the slots and reads them, so that no layer holds state. They are made
+of a :class:`specdec.step.step_io.StepInput` when it is run, and are of no use afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -194,7 +192,6 @@ class Rows:
 
     Attributes:
         rows: T.
-        attended: how many attention calls have read the rows' mask.
         alone: whether they are of one sequence.
         start: position of the first row if all are at consecutive positions, else None.
         end: one more than the last position of a row, or further.
@@ -202,7 +199,7 @@ class Rows:
 
     def __init__(self, step: StepInput, device: torch.device | None = None, backend: str = "auto") -> None:
         self.step, self.device, self.backend = step, device or _HOST, backend
-        self.rows, self.end, self.attended = step.rows, step.end, 0
+        self.rows, self.end = step.rows, step.end
         self.alone = not step.starts[2:]
         self.start = step.lengths[0] + step.tree[1] - step.rows if self.alone and step.chain[0] else None
         self._parts: Sequence[TextRows] | None = None
@@ -247,11 +244,3 @@ class Rows:
         for part in self.parts:
             own = slice(part.begins, part.ends)
             part.store(keys[:, :, own], values[:, :, own], layer)
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``update`` of transformers' caches, which decoder layers call; returns the rows' own keys and values.
-
-        Keys and values are stored when they reach the attention function instead. Some models compress what they give
-        to a cache and expand what it returns (multi-head latent attention); attention reads the same in all models.
-        """
-        return keys, values
