@@ -122,8 +122,8 @@ MIXTURES = ("mixtral", "qwen3_moe")
 # Others have the parts of four; the last one's convolutions are run by its description alone.
 FAMILIES = tuple(own for own in _FAMILIES if own not in ("gemma", "olmoe", "mellum", "glm4_moe", "lfm2"))
 
-OF_LAYERS = ("kangaroo", "layer_skip")
-"""Drafters that run some of the target's layers, which a model that is run by its own forward does not let them."""
+OF_LAYERS = ("kangaroo", "layer_skip", "mtp")
+"""Drafters that run some of the target's layers, or layers by its description, which ``modules`` has not."""
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "lfm2", "mixtral", "olmoe", "qwen3_moe")
 """Families that a spec describes; the others are run by their own forward."""

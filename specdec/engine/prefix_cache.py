@@ -146,13 +146,15 @@ class PrefixCache(NotCopied):
         Returns:
             The kept text, and the hidden states that are known of the copied tokens: layer -> [n, D], of the first n.
         """
-        text = self._new(target, target.version(), cache, tokens, {layer: [] for layer in taps}, forgoes=forgoes)
+        none: dict[int, list[torch.Tensor]] = {layer: [] for layer in taps}
+        version = target.version()
+        text = self._new(target=target, version=version, cache=cache, tokens=tokens, taps=none, forgoes=forgoes)
         text.begin(hidden := self._taken(text))
         return text, hidden
 
-    def _new(self, *text: Any, forgoes: bool) -> KeptText:
-        """A text that begins."""
-        return KeptText(*text, forgoes=forgoes)
+    def _new(self, **text: Any) -> KeptText:
+        """A text that begins; ``text``: its attributes."""
+        return KeptText(**text)
 
     def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
         """Fill a text's empty cache with what is known of its beginning, and keep the text; the hidden states."""

@@ -114,8 +114,8 @@ class _Salted(PrefixCache):
     def __init__(self, tree: PrefixTree, salt: str) -> None:
         self._tree, self._salt = tree, salt
 
-    def _new(self, *text: Any, forgoes: bool) -> KeptText:
-        return self._tree._new(*text, forgoes=forgoes, salt=self._salt)
+    def _new(self, **text: Any) -> KeptText:
+        return self._tree._new(**text, salt=self._salt)
 
     def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
         return self._tree._taken(text)
@@ -188,8 +188,8 @@ class PrefixTree(PrefixCache):
         """
         return _Salted(self, salt) if salt else self
 
-    def _new(self, *text: Any, forgoes: bool, salt: str = "") -> KeptText:
-        made = _Text(*text, forgoes=forgoes, salt=salt)
+    def _new(self, **text: Any) -> KeptText:
+        made = _Text(**text)
         object.__setattr__(made, "tree", self)
         return made
 

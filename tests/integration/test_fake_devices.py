@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from transformers import MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from drafters.heads import mtp, mtp_step
+from drafters.heads import mtp
 from drafters.heads import session as head_session
 from drafters.heads.loading import load_head
 from drafters.heads.mtp_layout import find_mtp
-from drafters.heads.mtp_step import MtpLayers, mtp_module
 from drafters.heads.weights import HeadWeights
 from drafters.kangaroo.adapter import Adapter
 from drafters.medusa.heads import MedusaHeads
@@ -33,7 +32,7 @@ from specdec.costs import measuring
 from specdec.drafting.registry import drafter_names
 from specdec.execute import cuda, cuda_kernels
 from specdec.models import transformers_target
-from specdec.runners import attention, attention_kernels, cuts, known_layers
+from specdec.runners import attention, attention_kernels, cuts
 from specdec.runners.boundary_ops import Joints
 from specdec.sampling import processors
 from specdec.step import device_copies, torch_switches
@@ -220,7 +219,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         transformers_target, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB)
     )
     monkeypatch.setattr(transformers_target, "differs", lambda *_: None)
-    monkeypatch.setattr(known_layers, "why_special", why_special)
     monkeypatch.setattr(measuring, "processor", lambda device: "none")
     monkeypatch.setattr(device_copies, "wait", lambda device: None)
     monkeypatch.setattr(device_copies, "seconds_of", lambda work, *_: 1.0 if work() else 0.0)
@@ -237,11 +235,6 @@ def move(module: nn.Module, device: str, dtype: torch.dtype) -> None:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-
-
-def why_special(module: nn.Module) -> str | None:
-    """A fake weight is not special, as it otherwise would be."""
-    return "has hooks" if hasattr(module, "_hf_hook") else None
 
 
 def model_on(family: str, dtype: torch.dtype, first: str = "cuda:0") -> Any:
@@ -313,7 +306,7 @@ def test_rows_of_every_kind(family: str, dtype: torch.dtype, backend: str, devic
         assert ("CUDA kernels" in target.others) == (family not in ("llama", "mistral", "qwen2", "qwen3"))
 
 
-RECORDED = ("dflash", "eagle", "medusa", "mtp")  # where one device has it all, their passes are graphs
+RECORDED = ("dflash", "eagle", "medusa")  # where one device has it all, their passes are graphs
 
 
 @pytest.mark.slow
@@ -338,19 +331,15 @@ def test_every_drafter(
         elif "heads" in options:
             loaded[options["heads"]] = MedusaHeads.from_pretrained(options["heads"])
         elif drafter == "mtp":
-            folder = Path(options["head"])
-            found = find_mtp(folder)
-            module, config = mtp_module(found, folder, models.target_of(family))
-            loaded[options["head"]] = found, (module.to(torch.float32), config)
+            loaded[options["head"]] = find_mtp(Path(options["head"]))
         elif "head" in options:
             head = load_head(Path(options["head"]), drafter, models.target_of(family))
             loaded[options["head"]] = head.to(torch.float32)
     monkeypatch.setattr(head_session, "load_head", lambda folder, *_, **__: loaded[str(folder)])
-    monkeypatch.setattr(mtp, "find_mtp", lambda folder: loaded[str(folder)][0])
-    monkeypatch.setattr(mtp_step, "mtp_module", lambda _, folder, __: loaded[str(folder)][1])
+    monkeypatch.setattr(mtp, "find_mtp", lambda folder: loaded[str(folder)])
     for kind in (Adapter, MedusaHeads):
         monkeypatch.setattr(kind, "from_pretrained", lambda folder: loaded[str(folder)])
-    for kind in (Adapter, MedusaHeads, HeadWeights, MtpLayers):
+    for kind in (Adapter, MedusaHeads, HeadWeights):
         monkeypatch.setattr(kind, "to", lambda self, device, dtype: move(self, device, dtype) or self)
     request.getfixturevalue("fake")
     there: dict[str, Any] = {"devices": devices, "joints": joints}

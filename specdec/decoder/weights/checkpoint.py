@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ class Checkpoint:
         names: of its family.
         source: where its tensors are.
         called: what they are called there, if not as in checkpoints of the family.
+        shapes: of its tensors, if not of all that a decoder has.
 
     Attributes:
         spec: as given, but ``head.tied`` as the tensors have it: a head that differs from the embedding is read.
@@ -39,7 +40,15 @@ class Checkpoint:
         CheckpointError: tensors are missing, of other shapes or dtypes, or left over.
     """
 
-    def __init__(self, spec: DecoderSpec, names: Names, source: Source, called: Names | None = None) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        names: Names,
+        source: Source,
+        called: Names | None = None,
+        *,
+        shapes: Mapping[Weight, tuple[int, ...]] | None = None,
+    ) -> None:
         self.names, self._source, self._where, self._called = names, source, source.where, called or names
         before = self._called.prefixes
         norms = ((one, self._called.candidates(Weight("norm"), one)) for one in before)
@@ -47,7 +56,7 @@ class Checkpoint:
         self._wrong: dict[str, list[str]] = {"missing": [], "misshapen": [], "of another dtype": []}
         self._places: dict[Weight, str] = {}
         self._zeros = set[Weight]()
-        self.spec, self.shapes = spec, shapes_of(spec)
+        self.spec, self.shapes = spec, shapes_of(spec) if shapes is None else dict(shapes)
         self._find()
         extra = sorted(name for name in source.shapes.keys() - {*self._places.values()} if not self._ignored(name))
         told = [*((kind, found) for kind, found in self._wrong.items()), ("extra", extra)]
