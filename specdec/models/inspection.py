@@ -32,6 +32,10 @@ __all__ = [
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
 _CHOOSING = ("index_topk", "index_topk_blocks", "keep_window_size")  # of attention over so many keys, chosen by scores
+_DESCRIBED = (
+    "its description can be run: load its folder without execution='modules', device_map and parallel='tensor', or "
+    "copy the model by Engine.from_model(model)"
+)
 _UNFIT = "recurrent layers keep no keys per token. Use a decoder of attention and MLP"
 _TOKENS = Annotated[int | list[int] | tuple[int, ...] | set[int], "a token id, or a list of them"]
 # Options of a generation config that change tokens -> the value that is off, as None is. SamplingParams say these too,
@@ -64,7 +68,7 @@ def refuse_unfit(name: str, config: Any, *, described: bool = False) -> None:
         copied = getattr(config, "model_type", None) in FAMILIES
         raise TargetError(
             f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); "
-            + ("a copy of it can be: Engine.from_model(model), or load its folder" if copied else _UNFIT)
+            + (_DESCRIBED if copied else _UNFIT)
         )
     longest = context_length_of(config)
     chosen = [f"{key}={limit}" for key in _CHOOSING if 0 < (limit := getattr(config, key, None) or 0) < longest]

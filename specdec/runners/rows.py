@@ -16,7 +16,7 @@ import torch
 from specdec.errors import TargetError
 from specdec.runners.visibility import Layout, slot_ranges
 from specdec.step import device_copies
-from specdec.step.state import LayerState
+from specdec.step.state import LayerState, Views
 from specdec.step.step_io import StepInput
 from specdec.step.tree import ancestors
 
@@ -50,6 +50,7 @@ class TextRows:
         self.depths = step.depths[begin:end]
         self.number, self.device, self.backend = number, device or _HOST, backend
         self._step = step
+        self._seen: dict[int, Views] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._windows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
@@ -89,7 +90,11 @@ class TextRows:
         """Keys and values [1, heads, slots, dim] that a layer's rows may see, and the mask over them."""
         group = self.cache.group_of[layer]
         span, mask = self.mask(group, dtype)
-        return *group.of_layer(self.cache.index_in_group[layer], *span), mask
+        found = self._seen.get(id(group))
+        if found is None:
+            found = self._seen[id(group)] = group.views(*span)
+        keys, values = found[self.cache.index_in_group[layer]]
+        return keys, values, mask
 
     def seen(self, keys: int, device: torch.device) -> torch.Tensor:
         """[T, keys] bool: which of the last ``keys`` rows of the tree each row sees."""
