@@ -26,7 +26,12 @@ class Angles(NamedTuple):
 
 
 def rotate(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Heads [..., T, d] at positions [T, d]: halves swapped is a roll, with the sign moved into the sines."""
+    """Heads [..., T, d] at positions [T, dim]: halves swapped is a roll, with the sign moved into the sines.
+
+    Values of a head behind the first ``dim`` stay as they are.
+    """
+    if (dim := angles.cos.shape[-1]) < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :dim], angles), heads[..., dim:]), -1)
     return torch.addcmul(heads * angles.cos, heads.roll(heads.shape[-1] // 2, -1), angles.signed_sin)
 
 

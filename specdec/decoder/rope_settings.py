@@ -28,14 +28,14 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
 """Kind of scaling -> what it reads besides ``_KEYS``."""
 
 
-def read_rope(settings: Settings, head_dim: int) -> Rope:
-    """The one kind of rotary positions of a model.
+def read_rope(settings: Settings, head_dim: int, *, partial: bool = False) -> Rope:
+    """The one kind of rotary positions of a model; ``partial``: plain ones may be of a part of a head, too.
 
     Raises:
         UnknownDecoder: a kind of scaling that is not described.
         CheckpointError: a value is missing, or no number.
     """
-    return _rope(settings, "rope_parameters", _parameters(settings), head_dim)
+    return _rope(settings, "rope_parameters", _parameters(settings), head_dim, partial=partial)
 
 
 def read_ropes(settings: Settings, head_dim: int, kinds: tuple[str, ...]) -> dict[str, Rope]:
@@ -77,15 +77,15 @@ def _kind(own: Mapping[str, Any]) -> str:
     return str(own.get("rope_type") or own.get("type") or "default")
 
 
-def _rope(settings: Settings, where: str, own: Any, head_dim: int) -> Rope:
+def _rope(settings: Settings, where: str, own: Any, head_dim: int, *, partial: bool = False) -> Rope:
     if not isinstance(own, Mapping):
         raise CheckpointError(f"{settings.where} says {where} {shown(own)}, and it must be a table; mend its config")
     kind = _kind(own)
     if kind not in _BY_TYPE:
         raise UnknownDecoder(f"{where} of {settings.where} has the rope_type {shown(kind)}")
     read = Settings(own, where=f"{where} of {settings.where}")
-    # Whatever scales reads the part of a head that turns; plain frequencies are of all of it.
-    whole = kind == "default" or own.get("partial_rotary_factor") is None
+    # Whatever scales reads the part of a head that turns; plain frequencies are of all of it in most families.
+    whole = (kind == "default" and not partial) or own.get("partial_rotary_factor") is None
     part = 1.0 if whole else read.number("partial_rotary_factor")
     dim, base = int(head_dim * part), read.number("rope_theta")
     scaling = None if kind == "default" else _scaling(kind, read, settings, base, dim)

@@ -24,6 +24,7 @@ __all__ = [
     "LongRope",
     "Mlp",
     "Norm",
+    "Plain",
     "Rope",
     "RopeScaling",
     "UnknownDecoder",
@@ -41,12 +42,15 @@ class UnknownDecoder(Exception):
 class Norm:
     """An RMS norm of epsilon ``eps``, which multiplies by its weight and ``offset``.
 
-    ``rounds_first``: half-precision values are rounded to their dtype before they are multiplied, too.
+    ``rounds_first``: half-precision values are rounded to their dtype before they are multiplied, too. ``centred``: the
+    mean is taken off first (a layer norm). ``bias``: is added last.
     """
 
     eps: float
     offset: float = 0.0
     rounds_first: bool = False
+    centred: bool = False
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +122,13 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention with rotary positions.
+    """Attention, with rotary positions or none.
 
     Attributes:
         heads, kv_heads: of queries; of keys and values.
         head_dim: of queries, keys and values.
         scale: of scores.
-        rope: positions.
+        rope: positions; None for none.
         window: a row sees keys less than ``window`` positions before it; None: all keys before it.
         cap: of scores, by a tanh; 0 for none.
         qk_norm: of queries and keys before they turn; None for none.
@@ -136,7 +140,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     scale: float
-    rope: Rope
+    rope: Rope | None
     window: int | None = None
     cap: float = 0.0
     qk_norm: Norm | None = None
@@ -147,6 +151,15 @@ class Attention:
 @dataclass(frozen=True, slots=True)
 class Gated:
     """act(gate) * up, then down; ``width``: between."""
+
+    act: Activation
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """act(up), then down; ``width``: between."""
 
     act: Activation
     width: int
@@ -167,7 +180,7 @@ class Experts:
     norm: bool
 
 
-Mlp = Gated | Experts
+Mlp = Gated | Plain | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +188,18 @@ class Layer:
     """A decoder layer, whose attention and MLP are added to the residual one after the other.
 
     Attributes:
-        before: norms of what attention and the MLP read; None where attention reads the residual as it is.
+        before: norms of what attention and the MLP read; None where one reads the residual as it is.
         after: norms of what they add; None for none.
+        scale: of what they add.
+        parallel: the MLP reads what attention reads, and nothing of what attention adds.
     """
 
     attention: Attention
     mlp: Mlp
-    before: tuple[Norm | None, Norm]
+    before: tuple[Norm | None, Norm | None]
     after: tuple[Norm, Norm] | None = None
+    scale: float = 1.0
+    parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +217,18 @@ class Head:
         norm: the last norm.
         tied: whether the embedding's table is the head's.
         cap: of logits, by a tanh; 0 for none.
+        scale: of logits, before the cap.
     """
 
     norm: Norm
     tied: bool
     cap: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def is_product(self) -> bool:
+        """Whether logits are a product's results as they are."""
+        return self.cap == 0.0 and self.scale == 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,4 +255,5 @@ class DecoderSpec:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary positions, each once."""
-        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers))
+        every = (layer.attention.rope for layer in self.layers)
+        return tuple(dict.fromkeys(rope for rope in every if rope is not None))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer
+from specdec.decoder.spec import Activation, Attention, Experts, Layer
 from specdec.execute.norm import normed_heads
 from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step import device_copies
@@ -27,6 +27,7 @@ __all__ = [
     "GatedWeights",
     "LayerWeights",
     "Mix",
+    "PlainWeights",
     "attention",
     "heads_of",
     "keys_values",
@@ -57,6 +58,14 @@ class GatedWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PlainWeights:
+    """Up and down."""
+
+    up: LinearKernel
+    down: LinearKernel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """``router``: [D] to a logit for each expert."""
 
@@ -83,14 +92,14 @@ class LayerWeights:
     qkv: LinearKernel | None
     out: LinearKernel | None
     heads: torch.Tensor | None
-    mlp: GatedWeights | ExpertWeights | None
+    mlp: GatedWeights | PlainWeights | ExpertWeights | None
 
 
 def layer(
     spec: Layer,
     weights: LayerWeights,
     hidden: torch.Tensor,
-    angles: Angles,
+    angles: Angles | None,
     mix: Mix,
     parts: Part = Part.BOTH,
     *,
@@ -103,7 +112,7 @@ def layer(
         spec: what it computes.
         weights: by what.
         hidden: [T, D]; [N, D] where ``reads`` are of other rows, too, which have keys and values alone.
-        angles: rotary positions [T, d].
+        angles: rotary positions [T, d], if there are any.
         mix: attention.
         parts: what runs.
         reads: [T, I] what queries, keys and values are made of, where that is not ``hidden`` normed (EAGLE).
@@ -127,19 +136,22 @@ def layer_around(
 
     ``attend``: from what queries, keys and values are made of [T, I] to the attention of the rows that go on [N, H d].
     """
+    before = hidden
     if parts & Part.ATTENTION:
         assert weights.out is not None
         mixed = attend(_read(weights.before[0], hidden) if reads is None else reads)
         if wanted is not None:
-            hidden = device_copies.pick(hidden, wanted)
-        hidden = _added(weights.out, mixed, hidden, weights.after and weights.after[0])
+            hidden = before = device_copies.pick(hidden, wanted)
+        hidden = _added(weights.out, mixed, hidden, weights.after and weights.after[0], spec.scale)
     if parts & Part.MLP:
-        normed, after = _read(weights.before[1], hidden), weights.after and weights.after[1]
-        if isinstance(spec.mlp, Gated):
-            own: Any = weights.mlp
-            return _added(own.down, _gated(spec.mlp.act, own, normed), hidden, after)
-        mixed = _by_experts(spec.mlp, weights.mlp, normed)
-        hidden = hidden + (mixed if after is None else after(mixed))
+        first, second = weights.before
+        normed = _read(first, before) if spec.parallel else _read(second, hidden)
+        own, after = weights.mlp, weights.after and weights.after[1]
+        if isinstance(spec.mlp, Experts):
+            mixed = _by_experts(spec.mlp, own, normed)
+            return hidden + _scaled(mixed if after is None else after(mixed), spec.scale)
+        assert isinstance(own, GatedWeights | PlainWeights)
+        hidden = _added(own.down, _between(spec.mlp.act, own, normed), hidden, after, spec.scale)
     return hidden
 
 
@@ -147,19 +159,29 @@ def _read(before: ByRow | None, hidden: torch.Tensor) -> torch.Tensor:
     return hidden if before is None else before(hidden)
 
 
-def _added(product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, after: ByRow | None) -> torch.Tensor:
+def _added(
+    product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, after: ByRow | None, scale: float
+) -> torch.Tensor:
     """``hidden`` plus the product, which may be normed."""
-    return product.add(rows, hidden) if after is None else hidden + after(product(rows))
+    if after is None and scale == 1.0:
+        return product.add(rows, hidden)
+    return hidden + _scaled(product(rows) if after is None else after(product(rows)), scale)
 
 
-def attention(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:
+def _scaled(values: torch.Tensor, scale: float) -> torch.Tensor:
+    return values if scale == 1.0 else values * scale
+
+
+def attention(
+    own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles | None, mix: Mix
+) -> torch.Tensor:
     """[N, H d] what attention gives, for rows [T, I]."""
     mixed = mix(*heads_of(own, weights, reads, angles))
     return mixed.transpose(1, 2).flatten(2)[0]
 
 
 def heads_of(
-    own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles
+    own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [1, H, T, d], and keys and values [1, G, T, d], at their positions, of rows [T, I]."""
     assert weights.qkv is not None
@@ -180,12 +202,13 @@ def keys_values(
 
 
 def _turned(
-    own: Attention, found: torch.Tensor, turning: int, by: torch.Tensor | None, angles: Angles
+    own: Attention, found: torch.Tensor, turning: int, by: torch.Tensor | None, angles: Angles | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first ``turning`` heads [1, ., T, d] of rows [T, . d], normed and at their positions; and the other heads."""
     heads = found.view(1, len(found), -1, own.head_dim).transpose(1, 2)
     turned = heads[:, :turning]
-    return rotate(turned if by is None else _normed(own, turned, by), angles), heads[:, turning:]
+    turned = turned if by is None else _normed(own, turned, by)
+    return (turned if angles is None else rotate(turned, angles)), heads[:, turning:]
 
 
 def _normed(own: Attention, heads: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -202,8 +225,10 @@ def _normed(own: Attention, heads: torch.Tensor, by: torch.Tensor) -> torch.Tens
     return torch.cat(found, 1)
 
 
-def _gated(act: Activation, weights: GatedWeights, normed: torch.Tensor) -> torch.Tensor:
+def _between(act: Activation, weights: GatedWeights | PlainWeights, normed: torch.Tensor) -> torch.Tensor:
     """[T, I] what is between gate and up, and down."""
+    if isinstance(weights, PlainWeights):
+        return _ACTS[act](weights.up(normed))
     gate, up = weights.gate_up(normed).chunk(2, -1)
     return _ACTS[act](gate).mul_(up)
 
@@ -219,6 +244,6 @@ def _by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tens
     for number in sorted({*chosen.flatten().tolist()}):
         rows, rank = torch.where(chosen == number)
         expert = weights.each[number]
-        own = expert.down(_gated(spec.act, expert, normed[rows])) * shares[rows, rank, None]
+        own = expert.down(_between(spec.act, expert, normed[rows])) * shares[rows, rank, None]
         total = total.index_add(0, rows, own.to(total.dtype))
     return total

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, RopeTables
-from specdec.decoder.spec import Attention, Experts, Rope
+from specdec.decoder.spec import Attention, Experts, Head, Rope
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer
 from specdec.execute.weights import DecoderWeights, Kernel, rows_of
@@ -74,9 +74,9 @@ class TorchExecutor:
 
     @property
     def packed_head(self) -> PackedWeight | None:
-        """The packed weight that the head is; None where it is not packed, or logits have a cap."""
+        """The packed weight that the head is; None where it is not packed, or logits are scaled or have a cap."""
         head = self._weights.head
-        return head if isinstance(head, PackedWeight) and not self.spec.head.cap else None
+        return head if isinstance(head, PackedWeight) and self.spec.head.is_product else None
 
     @property
     def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
@@ -156,13 +156,14 @@ class TorchExecutor:
         ``hidden``: None where the rows begin with their tokens.
         """
         hidden = self._embedded(rows.tokens[0].to(self.device)) if hidden is None else hidden
-        angles, parts, found = dict[Rope, Angles](), rows.step.plan.parts, dict[int, torch.Tensor]()
+        angles = dict[Rope | None, Angles | None]({None: None})
+        parts, found = rows.step.plan.parts, dict[int, torch.Tensor]()
         for number in range(first, last):
             if number in taps:
                 found[number] = hidden
             own, which = self._layers[number], parts[number] if parts else Part.BOTH
             rope = own.attention.rope
-            if rope not in angles:
+            if rope is not None and rope not in angles:
                 angles[rope] = self._ropes.of(rope, rows)
             mix = partial(_attended, rows, number, own.attention)
             hidden = layer(own, self._weights.layers[number], hidden, angles[rope], mix, which)
@@ -204,7 +205,7 @@ class TorchExecutor:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D] that passed the last norm."""
         logits = self._weights.head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
-        return _capped(self.spec.head.cap, logits) if self.spec.head.cap else logits
+        return logits if self.spec.head.is_product else _finished(self.spec.head, logits)
 
     def head_of(
         self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
@@ -213,8 +214,8 @@ class TorchExecutor:
 
         With a ``dtype`` gradients may pass, as in training.
         """
-        head, cap = self._weights.head, self.spec.head.cap
-        after = partial(_capped, cap) if cap else None
+        head, own = self._weights.head, self.spec.head
+        after = None if own.is_product else partial(_finished, own)
         if tokens is None and dtype is None:
             return HeadOf(head, after=after)
         weight = rows_of(head, range(self.spec.vocab) if tokens is None else tokens)
@@ -237,8 +238,10 @@ class TorchExecutor:
         return self._weights.named()
 
 
-def _capped(cap: float, logits: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(logits / cap) * cap
+def _finished(head: Head, logits: torch.Tensor) -> torch.Tensor:
+    """Logits, scaled and with their cap."""
+    logits = logits if head.scale == 1.0 else logits * head.scale
+    return torch.tanh(logits / head.cap) * head.cap if head.cap else logits
 
 
 def _attended(

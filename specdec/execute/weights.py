@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from specdec.decoder.names import FUSED, Weight
-from specdec.decoder.spec import Attention, Experts, Norm
+from specdec.decoder.spec import Attention, Experts, Norm, Plain
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights
-from specdec.execute.norm import RmsNorm
+from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights, PlainWeights
+from specdec.execute.norm import LayerNorm, RmsNorm
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import DenseLinear, PackedWeight
 from specdec.runners.memory_pages import trim_heap
@@ -80,13 +80,17 @@ class DecoderWeights:
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as transformers has them, sorted by its names; what is packed or fused is made in turn."""
         every = self._named.items()
-        own = {self._own(weight): made for weight, made in every if weight.expert is None}
+        own = dict[str, list[Callable[[], torch.Tensor]]]()
+        for weight, made in every:
+            if weight.expert is None:
+                own.setdefault(self._own(weight), []).append(made)
         for name in sorted(own):
-            yield name, own[name]()
+            parts = [made() for made in own[name]]
+            yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def kernels(self) -> Iterator[tuple[list[str], Kernel]]:
         """Every product, and a table in blocks, with transformers' names of the weights in it."""
-        return (([self._own(weight) for weight in weights], kernel) for weights, kernel in self._kernels)
+        return ((list(dict.fromkeys(map(self._own, weights))), kernel) for weights, kernel in self._kernels)
 
     def _layer(self, number: int) -> LayerWeights:
         spec = self._checkpoint.spec.layers[number]
@@ -94,9 +98,11 @@ class DecoderWeights:
         before = [None if norm is None else self._norm(norm, Weight(f"before.{own}", number)) for norm, own in sides]
         after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ()) if norm]
         qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in (_QKV, ("attention.o",)))
-        mlp: GatedWeights | ExpertWeights
+        mlp: GatedWeights | PlainWeights | ExpertWeights
         if isinstance(spec.mlp, Experts):
             mlp = ExpertWeights(self._product(Weight("experts.router", number)), self._experts(number))
+        elif isinstance(spec.mlp, Plain):
+            mlp = PlainWeights(*(self._product(Weight(f"mlp.{part}", number)) for part in ("up", "down")))
         else:
             gate_up = self._product(*(Weight(part, number) for part in _GATE_UP))
             mlp = GatedWeights(gate_up, self._product(Weight("mlp.down", number)))
@@ -104,8 +110,11 @@ class DecoderWeights:
         both = (before[0], before[1]), (after[0], after[1]) if after else None
         return LayerWeights(*both, qkv, out, self._heads(number, spec.attention), mlp)
 
-    def _norm(self, norm: Norm, weight: Weight) -> RmsNorm:
-        return RmsNorm(norm, self._alone(weight))
+    def _norm(self, norm: Norm, weight: Weight) -> RmsNorm | LayerNorm:
+        by = self._alone(weight)
+        if not norm.centred:
+            return RmsNorm(norm, by)
+        return LayerNorm(norm, by, self._alone(weight._replace(kind="bias")) if norm.bias else None)
 
     def _alone(self, weight: Weight) -> torch.Tensor:
         """A tensor that nothing is multiplied by as a matrix."""
@@ -132,9 +141,10 @@ class DecoderWeights:
         start = 0
         for weight in weights:
             stop = start + self._checkpoint.shapes[weight][0]
-            self._named[weight] = partial(rows_of, kernel, range(start, stop))
+            back = self._checkpoint.as_named(weight)
+            self._named[weight] = partial(_part, kernel, range(start, stop), back)
             if bias is not None:
-                self._named[weight._replace(kind="bias")] = partial(_same, bias[start:stop])
+                self._named[weight._replace(kind="bias")] = partial(back, bias[start:stop])
             start = stop
         return kernel
 
@@ -203,6 +213,10 @@ def _sides(norms: Sequence[Norm | None]) -> Iterator[tuple[Norm | None, str]]:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _part(kernel: Kernel, rows: range, back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return back(rows_of(kernel, rows))
 
 
 def _fused(kernels: Sequence[Kernel]) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from specdec.decoder.rope_settings import rope_kinds
 from specdec.errors import ConfigError
 
 __all__ = ["bound_context", "take_long_factors"]

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from specdec import Draft
+from specdec.decoder.spec import Norm, Plain, Rope
 from specdec.execute.native import NativeExecutor, why_not
 from specdec.native.library import library
 from specdec.step.step_io import Draws, Entering, LayerPlan, Part, Wanted
 from specdec.target import FINAL
 from tests import models, seam
-from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, new_model, spec_of_config
+from tests.decoders import ALL, BIASED, NATIVE, Decoder, checkpoint_of, new_model, spec_of_config
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler works here")
 
@@ -25,7 +26,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "in
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", NATIVE)
 def test_logits_are_those_of_the_torch_executor(family: str, tmp_path: Path) -> None:
     """Chains, trees, texts beside each other, exits and entries; and what the head says."""
     checkpoint = checkpoint_of(new_model(family, torch.float32, **{**BIASED[family], **SIZES}), tmp_path)
@@ -84,6 +85,30 @@ def test_what_the_library_does_not_run_is_named(changes: dict[str, Any], dtype: 
     others = tuple(replace(own, mlp=replace(own.mlp, act="gelu")) for own in spec.layers)
     assert "here it is gelu" in str(why_not(replace(spec, layers=others), torch.float32, torch.device("cpu")))
     assert "on a CPU" in str(why_not(spec, dtype, torch.device("cuda")))
+
+
+def test_what_torch_alone_computes_is_named() -> None:
+    """One thing at a time, and each family in which there is one."""
+    spec = spec_of_config(new_model("llama", **SIZES).config)
+    own, computed = spec.layers[0], "native layers compute decoders like Llama's, Gemma's and Mixtral's, and here"
+    attention, centred = own.attention, Norm(1e-5, centred=True)
+    changed: dict[str, dict[str, Any]] = {
+        "layers.0.scale is 0.5": {"scale": 0.5},
+        "layers.0.parallel is True": {"parallel": True},
+        "layers.0.mlp is Plain": {"mlp": Plain("silu", 48)},
+        "layers.0.before.1 is None": {"before": (own.before[0], None)},
+        "layers.0.before.0.centred is True": {"before": (centred, own.before[1])},
+        "layers.0.attention.rope is None": {"attention": replace(attention, rope=None)},
+        "layers.0.attention.rope.dim is 4": {"attention": replace(attention, rope=Rope(4, 1e4))},
+    }
+    every = {what: replace(spec, layers=(replace(own, **more),)) for what, more in changed.items()}
+    every["head.scale is 0.5"] = replace(spec, head=replace(spec.head, scale=0.5))
+    every["head.norm.centred is True"] = replace(spec, head=replace(spec.head, norm=centred))
+    for what, one in every.items():
+        assert why_not(one, torch.float32, torch.device("cpu")) == f"{computed} {what}"
+    for family in {*ALL} - {*NATIVE, "phi3"}:
+        said = why_not(spec_of_config(models.model_of(family).config), torch.float32, torch.device("cpu"))
+        assert str(said).startswith(computed), family
 
 
 def test_decoding_does_not_depend_on_rows_beside() -> None:
