@@ -32,6 +32,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalL
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec import Engine, TransformersTarget
+from specdec.decoder.families import FAMILIES
 from specdec.errors import ConfigError, SpecdecError, TargetError
 from specdec.step.step_io import StepInput, Wanted
 from specdec.target import FINAL, Target
@@ -147,17 +148,22 @@ def row_of(kind: str) -> Row:
     generator = torch.Generator().manual_seed(0)
     words = min(model.get_input_embeddings().num_embeddings, model.config.get_text_config().vocab_size)
     prompt = torch.randint(2, words, (PROMPT,), generator=generator).tolist()
+    reason, whole = "", list[Target]()
     try:
-        target = TransformersTarget(model, execution="modules")
+        whole.append(TransformersTarget(model, execution="modules"))
     except SpecdecError as error:
-        return Row(kind, reason=plain(error, type(model).__name__))
+        reason = plain(error, type(model).__name__)
+        if kind not in FAMILIES:
+            return Row(kind, reason=reason)
     ids = torch.tensor([prompt])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
     expected = output[0, PROMPT:].tolist()
-    must_matter(kind, model, target, [*prompt, *expected])
-    must_agree(kind, target, prompt)
+    layers = len(whole[0].specs) if whole else model.config.num_hidden_layers
+    must_matter(kind, model, layers, [*prompt, *expected])
+    for target in whole:
+        must_agree(kind, target, prompt)
     runners = []
-    for name in ("modules", "fused", "native"):
+    for name in ("modules", "fused", "native") if whole else ("fused", "native"):
         try:
             target = tried(model, name)
         except ConfigError:
@@ -167,7 +173,7 @@ def row_of(kind: str) -> Row:
             if out != expected and not (name == "native" and is_near(model, prompt, out)):
                 raise RuntimeError(f"{kind} on {name} with {drafter} is neither exact nor refused")
         runners.append(name)
-    return Row(kind, tuple(runners))
+    return Row(kind, tuple(runners), f"{reason} by its own forward" if reason else "")
 
 
 def tried(model: Any, execution: str) -> Target:
@@ -188,11 +194,11 @@ def is_near(model: Any, prompt: Sequence[int], text: Sequence[int]) -> bool:
 
 
 @torch.inference_mode()
-def must_matter(kind: str, model: Any, target: Target, text: Sequence[int]) -> None:
+def must_matter(kind: str, model: Any, layers: int, text: Sequence[int]) -> None:
     """Raises RuntimeError where a text would be the same if some layer's attention saw one token only."""
     ids = torch.tensor([list(text)])
     before = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    for layer in range(len(target.specs)):
+    for layer in range(layers):
         with blind(list(before.values()), layer) as called:
             said = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].argmax(-1)
         if called and said[PROMPT - 1 : -1].tolist() == list(text[PROMPT:]):

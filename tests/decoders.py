@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from specdec.decoder.families import FAMILIES, spec_of
+from specdec.decoder.names import CHOICE
 from specdec.decoder.settings import Settings
 from specdec.decoder.spec import DecoderSpec
 from specdec.decoder.weights.checkpoint import Checkpoint
@@ -24,7 +25,7 @@ from tests import models
 __all__ = [
     "ALL",
     "BIASED",
-    "NATIVE",
+    "TORCH",
     "Decoder",
     "checkpoint_of",
     "new_model",
@@ -33,15 +34,21 @@ __all__ = [
     "unrounded",
 ]
 
-NATIVE = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mixtral", "olmoe", "qwen3_moe"),
-    *("seed_oss", "ernie4_5"),
+TORCH = (
+    "glm4_moe",
+    "lfm2",
+    "granite",
+    "smollm3",
+    "glm4",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "cohere",
+    "cohere2",
+    "starcoder2",
 )
-"""Families that have a spec which the library computes."""
-ALL = (
-    *NATIVE,
-    *("granite", "smollm3", "phi3", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere2", "starcoder2"),
-)
+"""Families that have a spec which torch alone computes."""
+ALL = (*models.FUSED, "mellum", "seed_oss", "ernie4_5", "phi3", *(own for own in TORCH if own not in models.FUSED))
 """Families that have a spec."""
 _TURNED: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
 BIASED: dict[str, dict[str, Any]] = {
@@ -52,6 +59,7 @@ BIASED: dict[str, dict[str, Any]] = {
     "gemma": {"attention_bias": True, "tie_word_embeddings": True},
     "gemma2": {"attention_bias": True, "final_logit_softcapping": None, "query_pre_attn_scalar": 9},
     "gemma3": {"attention_bias": True, "final_logit_softcapping": 7.0, "attn_logit_softcapping": 3.0},
+    "lfm2": {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
     "mixtral": {"sliding_window": 6, "head_dim": 16},
     "olmoe": {"attention_bias": True, "norm_topk_prob": True},
     "seed_oss": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
@@ -66,6 +74,8 @@ BIASED: dict[str, dict[str, Any]] = {
     "cohere": {"attention_bias": True, "tie_word_embeddings": True},
     "cohere2": {"attention_bias": True, "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
     "starcoder2": {"use_bias": False, "sliding_window": None, "tie_word_embeddings": False},
+    "mellum": {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False},
+    "glm4_moe": {"attention_bias": True, "use_qk_norm": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     "qwen3_moe": {"attention_bias": True, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 6},
 }
 """Family -> changes of its config: biases, other windows, tied and other heads."""
@@ -77,7 +87,7 @@ class _Unrounded(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
-            if func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in args):
+            if func is torch.Tensor.float or (func in (torch.Tensor.to, torch.Tensor.type) and torch.float32 in args):
                 return args[0]
             if func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
@@ -103,9 +113,10 @@ def new_model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -
     model: Any = models.new_model(family, dtype, **changes)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in model.parameters():
+        choices = (own for name, own in model.named_buffers() if name.endswith(CHOICE))
+        for parameter in (*model.parameters(), *choices):
             if parameter.ndim == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(dtype), alpha=0.2)
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.2)
     return model
 
 

@@ -8,8 +8,9 @@ from functools import cache
 
 import numpy as np
 import torch
+import transformers
 from scipy.stats import chi2
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from specdec.models.transformers_target import TransformersTarget
 from tests.models import target_for
@@ -18,9 +19,9 @@ Joint = dict[tuple[int, ...], float]
 
 
 @cache
-def five_token_target() -> tuple[TransformersTarget, PreTrainedModel]:
-    """A Llama of three layers over five tokens, and its target; the next token depends on the text, but not sharply."""
-    config = LlamaConfig(
+def five_token_target(family: str = "Llama", kinds: tuple[str, ...] = ()) -> tuple[TransformersTarget, PreTrainedModel]:
+    """A model of three layers over five tokens, and its target; the next token depends on the text, but not sharply."""
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=5,
         hidden_size=8,
         intermediate_size=8,
@@ -31,12 +32,13 @@ def five_token_target() -> tuple[TransformersTarget, PreTrainedModel]:
         eos_token_id=None,
         bos_token_id=None,
         pad_token_id=None,
+        **({"layer_types": [*kinds]} if kinds else {}),
     )
     torch.manual_seed(5)
-    model = LlamaForCausalLM(config).double().eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 parameter.normal_(std=0.35)
     return target_for(model, execution="fused"), model
 

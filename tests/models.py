@@ -65,6 +65,16 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GPTNeoXConfig",
         {**{k: v for k, v in BASE.items() if k != "num_key_value_heads"}, "intermediate_size": 64},
     ),
+    "lfm2": (
+        "Lfm2",
+        "Lfm2Config",
+        {
+            **BASE,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
     "mixtral": ("Mixtral", "MixtralConfig", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -76,6 +86,34 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
             "norm_topk_prob": True,
+        },
+    ),
+    "mellum": (
+        "Mellum",
+        "MellumConfig",
+        {
+            **BASE,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "layer_types": _MIXED,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        "Glm4MoeConfig",
+        {
+            **BASE,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
         },
     ),
     "olmoe": ("Olmoe", "OlmoeConfig", {**BASE, "hidden_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
@@ -96,24 +134,16 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
 _ALIKE = (
-    "gemma",
-    "olmoe",
-    "granite",
-    "smollm3",
-    "glm4",
-    "olmo3",
-    "exaone4",
-    "cohere",
-    "cohere2",
-    "seed_oss",
-    "ernie4_5",
+    *("gemma", "olmoe", "granite", "smollm3", "glm4", "olmo3", "exaone4", "cohere", "cohere2", "seed_oss", "ernie4_5"),
+    *("mellum", "glm4_moe", "lfm2"),
 )
-FAMILIES = tuple(family for family in _FAMILIES if family not in _ALIKE)  # whose parts others have
+# Others have the parts of most of these; the last one's convolutions are run by its description alone.
+FAMILIES = tuple(family for family in _FAMILIES if family not in _ALIKE)
 
-OF_LAYERS = ("kangaroo", "layer_skip")
-"""Drafters that run some of the target's layers, which a model that is run by its own forward does not let them."""
+OF_LAYERS = ("kangaroo", "layer_skip", "mtp")
+"""Drafters that run some of the target's layers, or layers by its description, which ``modules`` has not."""
 
-FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mixtral", "olmoe", "qwen3_moe")
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "lfm2", "mixtral", "olmoe", "qwen3_moe")
 """Families that a spec describes; the others are run by their own forward."""
 
 WINDOWS = {
@@ -127,6 +157,7 @@ WINDOWS = {
     "olmo2": [None, None, None],
     "starcoder2": [WINDOW] * 3,
     "neox": [None, None, None],
+    "lfm2": [3, None, 3],
     "mixtral": [None, None, None],
     "qwen3_moe": [None, None, None],
 }
@@ -389,12 +420,13 @@ def mtp_layers(target: Target, layers: int = 1, *, seed: int = 0) -> tuple[dict[
     random, size, tensors = heads.Random(seed), target.hidden_size, heads.Tensors()
     decoder: Any = live(target).get_decoder()
     first = target.num_layers
-    norm = next(module for name, module in decoder.layers[-1].named_modules() if "norm" in name).state_dict()
+    last: Any = next(layer for layer in reversed(decoder.layers) if not hasattr(layer, "conv"))
+    norm = next(module for name, module in last.named_modules() if "norm" in name).state_dict()
     for number in range(first, first + layers):
         place = f"model.layers.{number}"
         tensors[f"{place}.eh_proj.weight"] = random.matrix(size, 2 * size, gain=2.0)
         shapes = {f"{part}.{kind}": (size,) for part in ("enorm", "hnorm", "shared_head.norm") for kind in norm}
-        shapes |= {name: tuple(tensor.shape) for name, tensor in decoder.layers[-1].state_dict().items()}
+        shapes |= {name: tuple(tensor.shape) for name, tensor in last.state_dict().items()}
         for name, shape in shapes.items():
             one = random.matrix(*shape) if len(shape) > 1 else random.norm(*shape)
             tensors[f"{place}.{name}"] = 0.1 * one if name.endswith("bias") else one

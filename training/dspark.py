@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -18,14 +18,13 @@ from annotated_types import Ge, Le
 from torch import nn
 
 from drafters.heads.config import BlockConfig
-from drafters.heads.layers import normed
 from drafters.heads.weights import Block
 from drafters.shared.vocabulary import number_in
 from specdec.errors import ConfigError
 from specdec.target import Target
 from training.acceptance import Written
 from training.card import CardText, among
-from training.head_layers import HeadLayer, attend, rotations
+from training.head_layers import Trained, attend, by_row
 from training.heads import HeadTrainConfig, HeadTraining, begun, started_head, target_sizes
 from training.packing import Batch
 from training.run import run_training
@@ -82,7 +81,7 @@ class Blocks:
     acceptance: torch.Tensor
 
 
-class TrainedBlock(Block):
+class TrainedBlock(Trained, Block):
     """A DSpark head that drafts at many places at once, with gradients."""
 
     def forward(
@@ -103,27 +102,23 @@ class TrainedBlock(Block):
             positions, documents: [B, L], see :class:`training.packing.Batch`.
             anchors: [A] rows of the flattened [B * L] at which blocks begin, ascending.
         """
-        config, (windows, length) = self.config, features.shape[:2]
-        eps, size, places = config.norm_eps, config.block_size, positions.flatten()
-        context = normed(self.fc(features.flatten(0, 1)), self.hidden_norm.weight, eps)
-        angles = rotations(config, places, context)
+        own, config, (windows, length) = self.live(), self.config, features.shape[:2]
+        size, end, places = config.block_size, length + config.block_size, positions.flatten()
+        context = own.fused(features.flatten(0, 1))
         rows = places[anchors][:, None] + torch.arange(size, device=anchors.device)
-        own_angles = rotations(config, rows.flatten(), context)
+        text_angles, angles = self.angles(places, end, context), self.angles(rows.flatten(), end, context)
         counts = (torch.bincount(anchors // length, minlength=windows) * size).tolist()
         seen = self._seen(anchors, documents).repeat_interleave(size, 0)
-        hidden = embedded.flatten(0, 1)
-        layers: list[Any] = [*self.layers]
-        for weights in layers:
-            layer = HeadLayer(weights, config)
-            text = [part.unflatten(0, (windows, length)) for part in layer.keys_values(context, angles)]
-            inputs = normed(hidden, weights.input_layernorm.weight, eps)
-            block = [
-                part.unflatten(0, (-1, size)).repeat_interleave(size, 0)
-                for part in layer.keys_values(inputs, own_angles)
-            ]
-            found = attend(layer.queries(inputs, own_angles), (text[0], text[1]), (block[0], block[1]), seen, counts)
-            hidden = layer.finished(hidden, found)
-        hidden = normed(hidden, self.norm.weight, eps).unflatten(0, (-1, size))
+
+        def attends(place: int, inputs: torch.Tensor) -> torch.Tensor:
+            keys, values = map(by_row, own.keys_values(place, context, text_angles))
+            text = keys.unflatten(0, (windows, length)), values.unflatten(0, (windows, length))
+            query, *drafted = map(by_row, own.heads(place, inputs, angles))
+            key, value = (part.unflatten(0, (-1, size)).repeat_interleave(size, 0) for part in drafted)
+            return attend(query, text, (key, value), seen, counts).flatten(1)
+
+        hidden, _ = own.ends(own.through(embedded.flatten(0, 1), attends))
+        hidden = hidden.unflatten(0, (-1, size))
         if not config.markov_rank:
             return Blocks(hidden, None, self.confidence_head.proj(hidden)[..., 0])
         known = self.markov_head.markov_w1(before)

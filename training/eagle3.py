@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import nn
 
 from drafters.heads.config import ChainConfig, aux_layers
-from drafters.heads.layers import normed
 from drafters.heads.weights import Chain
 from drafters.shared.vocabulary import number_in
+from specdec.errors import ConfigError
 from specdec.target import Target
 from training.acceptance import Written
 from training.card import CardText, among
-from training.head_layers import HeadLayer, attend, rotations
+from training.head_layers import Trained, attend, by_row
 from training.heads import HeadTrainConfig, HeadTraining, begun, started_head, target_sizes
 from training.packing import Batch
 from training.run import run_training
@@ -65,8 +66,13 @@ class Config(HeadTrainConfig):
     head: NewHead = field(default_factory=NewHead)
 
 
-class TrainedChain(Chain):
-    """An EAGLE-3 head that drafts behind many positions at once, with gradients."""
+class TrainedChain(Trained, Chain):
+    """An EAGLE-3 head of one layer that drafts behind many positions at once, with gradients."""
+
+    def __init__(self, config: ChainConfig, taps: int) -> None:
+        if config.layers > 1:
+            raise ConfigError(f"the head has {config.layers} layers, and `specdec train eagle3` trains those of one")
+        super().__init__(config, taps)
 
     def forward(
         self,
@@ -86,46 +92,32 @@ class TrainedChain(Chain):
                 those before. Row i reads the features of place i and the token behind it; token s of its chain is
                 guessed with token i + 1 + s.
         """
-        layer: Any = self.layers[0]
-        own, eps, (windows, length) = HeadLayer(layer, self.config), self.config.norm_eps, features.shape[:2]
-        tokens = normed(embedded.flatten(0, 1), layer.input_layernorm.weight, eps)
-        tokens = torch.cat((tokens, tokens.new_zeros(len(rows) + 1, tokens.shape[-1])))  # rows behind the last
-        fused, places = self._fused(features.flatten(0, 1)), positions.flatten()
-        every = torch.cat((tokens[1 : len(places) + 1], normed(fused, layer.hidden_norm.weight, eps)), -1)
-        keys, values = own.keys_values(every, rotations(self.config, places, fused))
-        text = keys.unflatten(0, (windows, length)), values.unflatten(0, (windows, length))
-        states, guesses, said = fused, list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
+        own, (windows, length) = self.live(), features.shape[:2]
+        end, places = length + len(rows), positions.flatten()
+        tokens = F.pad(embedded.flatten(0, 1), (0, 0, 0, len(rows) + 1))  # rows behind the last
+        states = fused = own.fused(features.flatten(0, 1))
+        _, every = own.entering(tokens[1 : len(places) + 1], fused)
+        assert every is not None
+        text = own.keys_values(0, every, self.angles(places, end, fused))
+        keys, values = (by_row(part).unflatten(0, (windows, length)) for part in text)
+        guesses, said = list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
         before = torch.arange(windows * length, device=fused.device)
         for number, chosen in enumerate(rows):
             kept = torch.searchsorted(before, chosen)
             states, before = states[kept], chosen
             said = [(key[kept], value[kept]) for key, value in said]
-            hidden = normed(states, layer.hidden_norm.weight, eps)
-            inputs = torch.cat((tokens[chosen + 1 + number], hidden), -1)
-            angles = rotations(self.config, places[chosen] + number, states)
+            hidden, reads = own.entering(tokens[chosen + 1 + number], states)
+            assert reads is not None
+            query, *drafted = map(by_row, own.heads(0, reads, self.angles(places[chosen] + number, end, states)))
             if number:
-                said.append(own.keys_values(inputs, angles))
-            beside = (torch.stack([k for k, _ in said], 1), torch.stack([v for _, v in said], 1)) if said else None
+                said.append((drafted[0], drafted[1]))
+            beside = [torch.stack(part, 1) for part in zip(*said, strict=True)]
+            both = (beside[0], beside[1]) if beside else None
             counts = torch.bincount(chosen // length, minlength=windows).tolist()
-            found = attend(own.queries(inputs, angles), text, beside, self._seen(chosen, documents), counts)
-            states = own.finished(hidden if self.config.norm_before_residual else states, found)
-            guesses.append(normed(states, self.norm.weight, eps))
-            states = guesses[-1] if self.config.norm_output else states
+            found = attend(query, (keys, values), both, self._seen(chosen, documents), counts).flatten(1)
+            guess, states = own.ends(own.through(hidden, lambda *_, found=found: found))
+            guesses.append(guess)
         return guesses
-
-    def _fused(self, features: torch.Tensor) -> torch.Tensor:
-        """[T, W] the combination of the target's hidden states [T, taps x D]."""
-        config = self.config
-        norms: list[Any] = []
-        if config.norm_inputs == "whole":
-            norms = [self.input_norm]
-        elif config.norm_inputs == "each":
-            norms = [*self.fc_norm]
-        if norms:
-            pairs = zip(features.chunk(len(norms), -1), norms, strict=True)
-            features = torch.cat([normed(part, norm.weight, config.norm_eps) for part, norm in pairs], -1)
-        fused: torch.Tensor = self.fc(features)
-        return fused
 
     @staticmethod
     def _seen(rows: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:

@@ -1,63 +1,47 @@
-"""A head's layers on whole texts with gradients; :mod:`drafters.heads.layers` computes the same row by row."""
+"""A head's layers on whole texts with gradients: drafting's own layers, with attention over texts and chains."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import nn
-from transformers.activations import ACT2FN
 
-from drafters.heads.config import HeadConfig
-from drafters.heads.layers import normed, rotary_of
-from specdec.runners.rotary import rotate, signed
+from drafters.heads.forward import HeadForward
+from drafters.heads.spec import head_spec
+from specdec.decoder.head_spec import HeadSpec
+from specdec.decoder.rope import Angles, RopeTables
+from specdec.runners.linear import DenseLinear
 
-__all__ = ["Angles", "HeadLayer", "attend", "rotations"]
+__all__ = ["Trained", "attend", "by_row"]
 
-Angles = tuple[torch.Tensor, torch.Tensor]  # [N, 1, d] cosines, and sines whose first half is negated
-
-
-def rotations(config: HeadConfig, positions: torch.Tensor, like: torch.Tensor) -> Angles:
-    """The rotary positions of N rows at ``positions`` [N], in the dtype of ``like``."""
-    cos, sin = rotary_of(config, positions.device).module(like, positions[None])
-    return cos[0][:, None], signed(sin[0])[:, None]
+_tables = cache(RopeTables)
 
 
-class HeadLayer:
-    """One layer of a head; it uses the module's own weights.
+class Trained:
+    """What heads in training have beside their modules."""
 
-    Args:
-        layer: :class:`drafters.heads.weights.Layer`.
-        config: the head's config.
-    """
+    @cached_property
+    def spec(self) -> HeadSpec:
+        """What the head computes."""
+        own: Any = self
+        return head_spec(own.config)
 
-    def __init__(self, layer: nn.Module, config: HeadConfig) -> None:
-        own: Any = layer
-        self._attention, self._mlp, self._after = own.self_attn, own.mlp, own.post_attention_layernorm
-        self._config, self._activation = config, ACT2FN[config.activation]
+    def live(self) -> HeadForward:
+        """The head by its parameters as they are now, with gradients; to be made in each forward."""
+        own: Any = self
+        return HeadForward.of(self.spec, dict(own.named_parameters()), DenseLinear)
 
-    def queries(self, inputs: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """[N, Hq, d] the rotated queries of ``inputs`` [N, ...]."""
-        return rotate(self._split(self._attention.q_proj(inputs), "q_norm"), *angles)
+    def angles(self, positions: torch.Tensor, end: int, like: torch.Tensor) -> Angles:
+        """Rotary positions of rows at ``positions`` [N], below ``end``, in the dtype of ``like``."""
+        table = _tables(like.dtype, like.device).whole(self.spec.layers[0].attention.rope, end)
+        return Angles(*(values.index_select(0, positions) for values in table))
 
-    def keys_values(self, inputs: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys, and values, [N, Hk, d] each."""
-        keys = rotate(self._split(self._attention.k_proj(inputs), "k_norm"), *angles)
-        return keys, self._split(self._attention.v_proj(inputs))
 
-    def finished(self, residual: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """[N, W] the layer's output, from its attention outputs [N, Hq, d]."""
-        residual = residual + self._attention.o_proj(found.flatten(1))
-        inputs = normed(residual, self._after.weight, self._config.norm_eps)
-        mlp = self._mlp
-        return residual + mlp.down_proj(self._activation(mlp.gate_proj(inputs)) * mlp.up_proj(inputs))
-
-    def _split(self, states: torch.Tensor, norm: str = "") -> torch.Tensor:
-        heads = states.view(len(states), -1, self._config.head_dim)
-        if norm and self._config.qk_norm:
-            return normed(heads, getattr(self._attention, norm).weight, self._config.norm_eps)
-        return heads
+def by_row(heads: torch.Tensor) -> torch.Tensor:
+    """Heads [1, H, N, d] as [N, H, d]."""
+    return heads[0].transpose(0, 1)
 
 
 def attend(

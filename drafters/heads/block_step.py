@@ -6,18 +6,22 @@ block attend to the whole text and to each other, to later rows as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from drafters.heads.config import BlockConfig
-from drafters.heads.layers import LayerStep, Linear, Norm, embedding_of, normed, product, rotary_of, specs_of
+from drafters.heads.forward import HeadForward
+from drafters.heads.layers import Linear, embedding_of, product, specs_of
 from drafters.heads.native_block import NativeBlock
 from drafters.heads.recorded_block import RecordedBlock
+from drafters.heads.spec import head_spec
 from drafters.heads.weights import Block as BlockWeights
+from specdec.decoder.rope import Angles, RopeTables
+from specdec.execute.layer import ByRow, LayerWeights
 from specdec.runners.attention import attend_all
 from specdec.runners.linear import Tokens, linear_kernel
 from specdec.runners.rows import Rows, TextRows
@@ -80,31 +84,22 @@ class BlockStep:
         self.config = config = head.config
         like = next(head.layers.parameters())
         self.device, self.dtype = like.device, like.dtype
-        self._embed, self._fc = embedding_of(head, target), product(head.fc)
+        self._embed, self._size = embedding_of(head, target), config.block_size
         self._head = linear_kernel(head.lm_head.weight.detach()) if config.own_head else target_head
-        layers: list[Any] = [*head.layers]
-        self._rotary = rotary_of(config, self.device)
-        self.native = NativeBlock.of(head, self._fc, self._head, self._rotary, target)
-        self._layers = [] if self.native is not None else [LayerStep(layer, config) for layer in layers]
-        self._norms = [
-            (layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()) for layer in layers
-        ]
+        self._ropes = RopeTables(self.dtype, self.device)
+        self._forward = HeadForward.of(head_spec(config), head.state_dict(), linear_kernel)
+        self.native = NativeBlock.of(head, self._forward, self._head, self._ropes, target)
+        layers: list[Any] = [*head.layers] if config.conv_kernel else []
         self._convolutions = [
-            tuple(
-                _Convolution(getattr(layer, part), config) if config.conv_kernel else _Plain()
-                for part in ("attention_conv", "mlp_conv")
-            )
-            for layer in layers
+            (_Convolution(layer.attention_conv, config), _Convolution(layer.mlp_conv, config)) for layer in layers
         ]
-        self._hidden_norm, self._norm = head.hidden_norm.weight.detach(), head.norm.weight.detach()
-        self.specs = specs_of(config, self.device, self.dtype, windows=False)
+        self.specs = specs_of(self._forward.spec, self.device, self.dtype)
         first = 0 if config.from_anchor else 1
         self._wanted = range(first, first + drafted)
-        recording = target.recording if self._layers else None
+        recording = target.recording if self.native is None else None
         self.recorded: RecordedBlock | None = None
         if recording is not None and RecordedBlock.fits(config):
-            parts: Any = {"context": self._context, "through": self._through, "ends": self._ends}
-            self.recorded = RecordedBlock(config, recording, self._rotary, **parts)
+            self.recorded = RecordedBlock(self._forward, self._head, recording, self._ropes, config.block_size)
         size = (config.draft_vocab or config.vocab_size) * config.width
         self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
 
@@ -120,9 +115,9 @@ class BlockStep:
             for count in (1 << power for power in range(len(caches).bit_length())):
                 self.run([Blank(StepInput.of(own, [0] * rows), features) for own in caches[:count]])
 
-    def _context(self, features: torch.Tensor, norm: Norm = normed) -> torch.Tensor:
+    def _context(self, features: torch.Tensor) -> torch.Tensor:
         """[T, W] states from which keys and values of the text are computed."""
-        return norm(self._fc(features.to(self.device, self.dtype)), self._hidden_norm, self.config.norm_eps)
+        return self._forward.fused(features.to(self.device, self.dtype))
 
     @torch.no_grad()
     def absorb(self, step: StepInput, features: torch.Tensor) -> None:
@@ -131,9 +126,9 @@ class BlockStep:
             self.native.absorb(step, features)
             return
         context, rows = self._context(features), rows_on(self.device, step)
-        cos, _, signed_sin = self._rotary.look_up(rows, context)
-        for place, layer in enumerate(self._layers):
-            rows.store(*layer.keys_values(context, (cos, signed_sin)), place)
+        angles = self._angles(rows)
+        for place in range(len(self.specs)):
+            rows.store(*self._forward.keys_values(place, context, angles), place)
 
     @torch.no_grad()
     def run(self, brought: Sequence[Blank]) -> list[Sequel]:
@@ -161,14 +156,13 @@ class BlockStep:
 
     def _by_torch(self, rows: Rows, brought: Sequence[Blank]) -> tuple[torch.Tensor, torch.Tensor]:
         """The same; by a recorded pass, where there is one. Rows are sliced, as an index would cost a copy."""
-        size = self.config.block_size
         if self.recorded is not None:
             features = [one.features for one in brought]
             found = self.recorded.run(rows, features, self._embedded(rows.tokens[0]))
             if found is not None:
-                states, logits = (self._drafted(_joined(part, rows, size)) for part in found)
+                states, logits = (self._drafted(_joined(part, rows, self._size)) for part in found)
                 return states, logits
-        hidden = self._embedded(_joined(rows.tokens[0], rows, size))
+        hidden = self._embedded(_joined(rows.tokens[0], rows, self._size))
         return self._ends(self._drafted(self._run(rows, brought, hidden)))
 
     def _drafted(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -176,48 +170,37 @@ class BlockStep:
         first, last = self._wanted.start, self._wanted.stop
         return torch.cat([part[first:last] for part in torch.split(blocks, self.config.block_size)])
 
-    def _ends(self, hidden: torch.Tensor, norm: Norm = normed) -> tuple[torch.Tensor, torch.Tensor]:
+    def _ends(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """States behind the last norm, and logits, of those before it [N, W]."""
-        last = norm(hidden, self._norm, self.config.norm_eps)
+        last, _ = self._forward.ends(hidden)
         return last, self._head(last)
+
+    def _angles(self, rows: Rows) -> Angles:
+        return self._ropes.of(self._forward.spec.layers[0].attention.rope, rows)
 
     def _embedded(self, tokens: Tokens | torch.Tensor) -> torch.Tensor:
         return self._embed(tokens).to(self.device, self.dtype)
 
     def _run(self, rows: Rows, brought: Sequence[Blank], hidden: torch.Tensor) -> torch.Tensor:
         """[N, W] states of the blocks' rows, whose embeddings are ``hidden``, before the last norm."""
-        size = self.config.block_size
-        sizes = [len(one.features) for one in brought]
-        context = torch.split(self._context(torch.cat([one.features for one in brought])), sizes)
-        cos, _, signed_sin = self._rotary.look_up(rows, hidden)
-        own, all_rows = [_joined(values, rows, size) for values in (cos, signed_sin)], (cos, signed_sin)
+        context = torch.split(
+            self._context(torch.cat([one.features for one in brought])), [len(one.features) for one in brought]
+        )
+        angles = self._angles(rows)
 
-        def attended(place: int, layer: LayerStep, inputs: torch.Tensor) -> torch.Tensor:
-            parts = zip(context, torch.split(inputs, size), strict=True)
-            keyed = torch.cat([part for both in parts for part in both])
-            rows.store(*layer.keys_values(keyed, all_rows), place)
-            return layer.attended(self._attended(layer.queries(inputs, own), rows, place))
+        def attend(place: int, inputs: torch.Tensor) -> torch.Tensor:
+            parts = zip(context, torch.split(inputs, self._size), strict=True)
+            read = torch.cat([part for both in parts for part in both])
+            queries, keys, values = self._forward.heads(place, read, angles)
+            rows.store(keys, values, place)
+            own = torch.cat([queries[:, :, part.ends - self._size : part.ends] for part in rows.parts], 2)
+            return self._attended(own, rows, place).transpose(1, 2).flatten(2)[0]
 
-        return self._through(hidden, attended)
-
-    def _through(
-        self,
-        hidden: torch.Tensor,
-        attended: Callable[[int, LayerStep, torch.Tensor], torch.Tensor],
-        norm: Norm = normed,
-    ) -> torch.Tensor:
-        """[N, W] states behind the layers.
-
-        ``attended``: what a layer's attention adds, [N, W], by its place, the layer and its inputs.
-        """
-        eps = self.config.norm_eps
-        for place, (layer, (before, after)) in enumerate(zip(self._layers, self._norms, strict=True)):
-            attention, mlp = self._convolutions[place]
-            inputs, kernels = attention.prepared(norm(hidden, before, eps))
-            hidden = hidden + attention.finished(attended(place, layer, inputs), kernels)
-            inputs, kernels = mlp.prepared(norm(hidden, after, eps))
-            hidden = hidden + mlp.finished(layer.mlp(inputs), kernels)
-        return hidden
+        forward = self._forward
+        if self._convolutions:
+            pairs = zip(forward.layers, self._convolutions, strict=True)
+            forward = replace(forward, layers=tuple(_convolved(*own) for own in pairs))
+        return forward.through(hidden, attend)
 
     def _attended(self, queries: torch.Tensor, rows: Rows, place: int) -> torch.Tensor:
         """[1, Hq, N, d] the attention outputs of the blocks' rows, for as many queries."""
@@ -246,31 +229,32 @@ def _joined(every: torch.Tensor, rows: Rows, size: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class _Plain:
-    """A layer part without convolutions: its inputs and outputs are unchanged."""
-
-    def prepared(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return inputs, inputs
-
-    def finished(self, outputs: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-        return outputs
+def _convolved(weights: LayerWeights, convolutions: tuple[_Convolution, _Convolution]) -> LayerWeights:
+    """A layer's weights for one pass, with a convolution behind each norm, and one behind what is added."""
+    (first, out), (second, down) = (
+        own.around(norm) for own, norm in zip(convolutions, weights.before, strict=True) if norm is not None
+    )
+    return replace(weights, before=(first, second), after=(out, down))
 
 
-class _Convolution(_Plain):
+class _Convolution:
     """Causal convolutions over a block's rows, whose kernels depend on the row."""
 
     def __init__(self, weights: Any, config: BlockConfig) -> None:
         self._base, self._projection = weights.base_kernel.detach(), product(weights.kernel_projection)
         self._taps, self._group, self._rows = config.conv_kernel, config.conv_group, config.block_size
 
-    def prepared(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, W] convolved inputs of a layer's part, and kernels [N, taps, groups] for its outputs."""
-        kernels = self._projection(inputs).view(len(inputs), 2, self._taps, -1)
-        return self._convolved(inputs, kernels[:, 0], self._base[0]), kernels[:, 1]
+    def around(self, norm: ByRow) -> tuple[ByRow, ByRow]:
+        """From rows [N, W] to a part's inputs, and from its outputs to what is added, by kernels that inputs give."""
+        kernels = torch.empty(0)
 
-    def finished(self, outputs: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-        """[N, W] the convolved outputs of a layer's part."""
-        return self._convolved(outputs, kernels, self._base[1])
+        def before(hidden: torch.Tensor) -> torch.Tensor:
+            nonlocal kernels
+            inputs = norm(hidden)
+            kernels = self._projection(inputs).view(len(inputs), 2, self._taps, -1)
+            return self._convolved(inputs, kernels[:, 0], self._base[0])
+
+        return before, lambda outputs: self._convolved(outputs, kernels[:, 1], self._base[1])
 
     def _convolved(self, rows: torch.Tensor, kernels: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         blocks = rows.view(-1, self._rows, rows.shape[-1])

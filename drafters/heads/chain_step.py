@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from itertools import product as product_of
-from typing import Any
 
 import torch
 
-from drafters.heads.layers import LayerStep, Linear, Norm, embedding_of, normed, product, rotary_of, specs_of
+from drafters.heads.forward import HeadForward
+from drafters.heads.layers import Linear, embedding_of, specs_of
 from drafters.heads.native_chain import NativeChain
 from drafters.heads.recorded_chain import MOST_RECORDED, RecordedChain
+from drafters.heads.spec import head_spec
 from drafters.heads.weights import Chain
+from specdec.decoder.rope import RopeTables
+from specdec.decoder.spec import Attention
 from specdec.runners.attention import attend, attend_all
 from specdec.runners.linear import linear_kernel
 from specdec.runners.rows import Rows, TextRows
@@ -74,7 +77,6 @@ class ChainStep:
         config: the head's config.
         features: width of the target's hidden states that a row reads.
         native: the head in the native library; None where torch runs it.
-        layers: its layers where torch runs them.
         recorded: its passes as graphs on a CUDA device; None where they are launched one by one.
         mask_state: [1, W] the hidden state for all depths behind the first, in heads that draft all depths at once.
         weights: number of weights that a pass reads.
@@ -87,43 +89,23 @@ class ChainStep:
         self.device, self.dtype = like.device, like.dtype
         self._embed = embedding_of(head, target)
         self._head = linear_kernel(head.lm_head.weight.detach()) if config.own_head else target_head
-        self._fc = product(head.fc) if config.kind == "eagle" or config.fused else None
-        layers: list[Any] = [*head.layers]
-        self._rotary = rotary_of(config, self.device)
-        self.native = NativeChain.of(head, self._fc, self._head, self._rotary, target)
-        self.layers = [] if self.native is not None else [LayerStep(layer, config) for layer in layers]
-        self._norms = [
-            (
-                layer.input_layernorm.weight.detach() if hasattr(layer, "input_layernorm") else None,
-                layer.post_attention_layernorm.weight.detach(),
-            )
-            for layer in layers
-        ]
-        first = layers[0]
-        self._hidden_norm = first.hidden_norm.weight.detach() if config.wide else None
-        self._last_norm = None if config.kind == "eagle" else head.norm.weight.detach()
-        norms: Any = [] if config.norm_inputs == "none" else head.fc_norm if config.norm_inputs == "each" else None
-        norms = [head.input_norm] if norms is None else norms
-        self._input_norms = [norm.weight.detach() for norm in norms]
-        self.specs = specs_of(config, self.device, self.dtype)
-        mask = head.mask_hidden.detach()[None] if config.kind == "peagle" else None
+        self._ropes = RopeTables(self.dtype, self.device)
+        self._forward = forward = HeadForward.of(head_spec(config), head.state_dict(), linear_kernel)
+        self.native = NativeChain.of(head, forward, self._head, self._ropes, target)
+        self.specs = specs_of(forward.spec, self.device, self.dtype)
+        mask = head.mask_hidden.detach()[None] if config.at_once else None
         self.mask_state = None if mask is None else self.fused(mask)
-        recording = target.recording if self.layers else None
+        recording = target.recording if self.native is None else None
         self.recorded: RecordedChain | None = None
         if recording is not None:
-            parts: Any = {"fused": self.fused, "through": self.through, "ends": self.ends}
-            self.recorded = RecordedChain(config, recording, self._rotary, mask, **parts)
+            self.recorded = RecordedChain(forward, self._head, recording, self._ropes, mask)
         size = (config.draft_vocab or config.vocab_size) * config.width
         self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
 
-    def fused(self, features: torch.Tensor, norm: Norm = normed) -> torch.Tensor:
+    @torch.no_grad()
+    def fused(self, features: torch.Tensor) -> torch.Tensor:
         """[T, W] the combination of the target's hidden states [T, taps x D]."""
-        features = features.to(self.device, self.dtype)
-        if self._input_norms:
-            parts = features.chunk(len(self._input_norms), -1)
-            pairs = zip(parts, self._input_norms, strict=True)
-            features = torch.cat([norm(part, weight, self.config.norm_eps) for part, weight in pairs], -1)
-        return features if self.config.kind == "eagle" or self._fc is None else self._fc(features)
+        return self._forward.fused(features.to(self.device, self.dtype))
 
     def embedded(self, rows: Rows) -> torch.Tensor:
         """[T, W] the embeddings of the rows' tokens; those that a device drafted are not read."""
@@ -145,16 +127,12 @@ class ChainStep:
         else:
             onward = self._run(rows, embedded, self._states(brought), asked)
         if logits is None:
-            logits, onward = self.ends(onward)
+            last, onward = self._forward.ends(onward)
+            logits = self._head(last)
         if len(brought) == 1:
             return [Guess(logits, onward, *rows.there)]
         each = torch.split(logits, asked), torch.split(onward, asked), rows.there
         return [Guess(*part) for part in zip(*each, strict=True)]
-
-    def ends(self, hidden: torch.Tensor, norm: Norm = normed) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [N, d] behind the hidden states of the layers [N, W], and the states that the next level reads."""
-        last = hidden if self._last_norm is None else norm(hidden, self._last_norm, self.config.norm_eps)
-        return self._head(last), last if self.config.norm_output else hidden
 
     def warm_up(self, sequences: int, width: int, nodes: int) -> None:
         """Record the passes of up to ``sequences`` sequences beforehand.
@@ -193,77 +171,31 @@ class ChainStep:
 
     def _run(self, rows: Rows, embedded: torch.Tensor, states: torch.Tensor, asked: Sequence[int]) -> torch.Tensor:
         """[N, W] states of the asked rows, the last ones of each part, before the last norm."""
-        cos, _, signed_sin = self._rotary.look_up(rows, embedded)
-        angles, wanted = (cos, signed_sin), _wanted(rows, asked)
+        wanted, layers = _wanted(rows, asked), self._forward.spec.layers
         narrows = len(wanted) < rows.rows
 
-        def attended(place: int, layer: LayerStep, inputs: torch.Tensor) -> torch.Tensor:
-            rows.store(*layer.keys_values(inputs, angles), place)
-            if narrows and place == len(self.layers) - 1:
-                return layer.attended(self._last(rows, layer, place, inputs, angles, asked))
-            found = attend(layer.queries(inputs, angles), rows, place, self.config.head_dim**-0.5)
-            return layer.attended(found)
+        def mix(place: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            rows.store(keys, values, place)
+            if narrows and place == len(layers) - 1:
+                return self._last(rows, layers[place].attention, place, query, asked)
+            return attend(query, rows, place, layers[place].attention.scale)
 
-        return self.through(embedded, states, attended, wanted=wanted if narrows else None)
-
-    def through(
-        self,
-        embedded: torch.Tensor,
-        states: torch.Tensor,
-        attended: Callable[[int, LayerStep, torch.Tensor], torch.Tensor],
-        *,
-        norm: Norm = normed,
-        wanted: Sequence[int] | None = None,
-    ) -> torch.Tensor:
-        """[N, W] states behind the layers, from embeddings and states [T, W].
-
-        Args:
-            attended: what a layer's attention adds, [T, W], by its place, the layer and its inputs. Of the last layer
-                it has the ``wanted`` rows only.
-            norm: an RMS norm.
-            wanted: rows that are wanted of the last layer; None for all.
-        """
-        eps, residual = self.config.norm_eps, states
-        if self.config.kind == "eagle":
-            assert self._fc is not None
-            residual = self._fc(torch.cat((embedded, states), -1))
-        for place, (layer, (input_norm, after)) in enumerate(zip(self.layers, self._norms, strict=True)):
-            inputs = residual
-            if not place and self._hidden_norm is not None:
-                assert input_norm is not None
-                hidden = norm(residual, self._hidden_norm, eps)
-                residual = hidden if self.config.norm_before_residual else residual
-                inputs = torch.cat((norm(embedded, input_norm, eps), hidden), -1)
-            elif input_norm is not None:
-                inputs = norm(residual, input_norm, eps)
-            more = attended(place, layer, inputs)
-            if wanted is not None and place == len(self.layers) - 1:
-                residual = device_copies.pick(residual, wanted)
-            residual = residual + more
-            residual = residual + layer.mlp(norm(residual, after, eps))
-        return residual
+        attends = self._forward.attending(self._ropes.of(layers[0].attention.rope, rows), mix)
+        hidden, reads = self._forward.entering(embedded, states)
+        return self._forward.through(hidden, attends, reads=reads, wanted=wanted if narrows else None)
 
     def _last(
-        self,
-        rows: Rows,
-        layer: LayerStep,
-        place: int,
-        inputs: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        asked: Sequence[int],
+        self, rows: Rows, own: Attention, place: int, queries: torch.Tensor, asked: Sequence[int]
     ) -> torch.Tensor:
-        """[1, Hq, N, d] attention outputs of the asked rows in the last layer; other rows need no queries there."""
+        """[1, Hq, N, d] attention of the asked rows in the last layer; the others are only attended to."""
         found = []
         for part, count in zip(rows.parts, asked, strict=True):
-            sees_all = count == 1 and part.parents is None and self.config.window(place) is None
-            own = slice(part.ends - 1 if sees_all else part.begins, part.ends)
-            queries = layer.queries(inputs[own], [angle[own] for angle in angles])
-            if sees_all:
+            if count == 1 and part.parents is None and own.window is None:  # it sees everything
                 end = part.length + part.last
                 keys, values = (store[place].narrow(2, 0, end) for store in (part.cache.keys, part.cache.values))
-                found.append(attend_all(queries, keys, values))
+                found.append(attend_all(queries[:, :, part.ends - 1 : part.ends], keys, values))
             else:
-                found.append(attend(queries, part, place, self.config.head_dim**-0.5)[:, :, -count:])
+                found.append(attend(queries[:, :, part.begins : part.ends], part, place, own.scale)[:, :, -count:])
         return torch.cat(found, 2)
 
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
 from drafters.shared.weights import WeightsConfig
-from specdec.errors import ConfigError, shown
+from specdec.decoder.spec import Activation
+from specdec.errors import ConfigError, check_choice, shown
 from specdec.settings.validation import AtLeast1, check_fields
 from specdec.target import FINAL
 
-__all__ = ["BlockConfig", "ChainConfig", "HeadConfig", "aux_layers"]
+__all__ = ["ACTIVATIONS", "BlockConfig", "ChainConfig", "HeadConfig", "aux_layers"]
 
 AtLeast0 = Annotated[int, Ge(0), "an integer >= 0"]
 Layers = Annotated[int, Ge(1), Lt(257), "an integer from 1 to 256"]
 _MOST = 1024  # most tokens of a block
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""Transformers' name of an activation -> ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +83,7 @@ class HeadConfig(WeightsConfig):
 
     def __post_init__(self) -> None:
         check_fields(self, "head.")
+        check_choice("hidden_act of the head", self.activation, ACTIVATIONS)
         if self.heads % self.key_heads:
             raise ConfigError(f"head.key_heads is {shown(self.key_heads)}; it must divide {shown(self.heads)} heads")
         if self.head_dim % 2:
@@ -130,6 +143,11 @@ class ChainConfig(HeadConfig):
     @property
     def wide(self) -> bool:
         return self.kind != "eagle"
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all depths are drafted in one pass."""
+        return self.kind == "peagle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ class Eagle(HeadDrafter):
         super().__init__(config, head, target)
         assert isinstance(head, Chain)
         self.step = ChainStep(head, self.vocabulary.head, target)
-        self.at_once = head.config.kind == "peagle"
+        self.at_once = head.config.at_once
         self.depth = config.tokens or head.config.depth or _DEPTH
         self.mask_token = head.config.mask_token
 

@@ -207,7 +207,7 @@ class _Sizes:
             **self._attention(query_in),
             "intermediate_size": self.shape("layers.0.mlp.gate_proj.weight")[0],
             "norm_eps": float(self.layer("rms_norm_eps", 1e-6)),
-            "activation": _activation(self.layer("hidden_act", self.layer("hidden_activation", "silu"))),
+            "activation": str(self.layer("hidden_act", self.layer("hidden_activation", "silu"))),
             "rope": _rope(self._inner),
             "positions": self.layer("max_position_embeddings", 4096),
             "windows": self._windows(layers),
@@ -361,12 +361,6 @@ def _tokens_of(offsets: torch.Tensor, drafted: torch.Tensor | None, vocab: int) 
         f"tensors 'd2t' and 't2d' contradict each other: the first names {len(tokens)} tokens, and the second other "
         f"ones, {len(known)} of them; the file is broken"
     )
-
-
-def _activation(name: Any) -> str:
-    from transformers.activations import ACT2FN
-
-    return check_choice("hidden_act of the head", str(name), ACT2FN)
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:

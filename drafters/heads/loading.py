@@ -11,6 +11,7 @@ import torch
 
 from drafters.heads.config import BlockConfig, ChainConfig, HeadConfig, aux_layers
 from drafters.heads.layout import Found, find
+from drafters.heads.spec import check_positions
 from drafters.heads.weights import Block, Chain, HeadWeights
 from drafters.shared.fingerprint import fingerprint
 from drafters.shared.vocabulary import check_draft_tokens
@@ -51,6 +52,7 @@ def load_head(folder: Path, drafter: str, target: Target, *, check_target: bool 
             SpecdecWarning,
             stacklevel=2,
         )
+    check_positions(found.config, target.context_length)
     return head_of(found, folder, taps)
 
 

@@ -23,7 +23,7 @@ from drafters.heads.chain_step import Guess, Nodes
 from drafters.heads.growing import WIDTH, Behind, HeadOptions
 from drafters.heads.growth import Growth
 from drafters.heads.mtp_layout import MtpTensors, find_mtp, has_mtp
-from drafters.heads.mtp_step import MtpStep, own_modules
+from drafters.heads.mtp_step import MtpStep, check_described
 from drafters.heads.session import CHUNK, HeadDrafter
 from drafters.heads.settled import Settled
 from drafters.heads.unread import UnreadSession
@@ -43,8 +43,7 @@ __all__ = ["Mtp", "MtpConfig", "convert_mtp", "own_layers"]
 
 _DEPTH = 3  # tokens below the root by default, for one layer
 _REMEDY = (
-    "it takes a model's folder whose checkpoint has such layers (DeepSeek-V3, GLM-4 MoE, Mellum, MiMo), or a head of "
-    "speculators' kind mtp"
+    "it takes a model's folder whose checkpoint has such layers (GLM-4 MoE, Mellum), or a head of speculators' kind mtp"
 )
 
 
@@ -69,8 +68,8 @@ class MtpConfig(HeadOptions):
 
 
 def own_layers(target: Target) -> Path | None:
-    """The folder that the target was loaded from, if it has multi-token-prediction layers; this downloads nothing."""
-    if not target.path:
+    """The folder that a described target was loaded from, if it has such layers; this downloads nothing."""
+    if not target.path or target.executor is None:
         return None
     try:
         folder = model_source(target.path, local_files_only=True)
@@ -89,7 +88,7 @@ class Mtp(HeadDrafter):
     def __init__(self, config: MtpConfig, found: MtpTensors, target: Target) -> None:
         super().__init__(config, None, target)
         self.depth = config.tokens or found.depth or max(_DEPTH, found.layers)
-        self.step = MtpStep(found, found.folder, target, self.depth)
+        self.step = MtpStep(found, target, self.depth)
 
     @classmethod
     def build(cls, config: MtpConfig, target: Target) -> Mtp:
@@ -104,12 +103,7 @@ class Mtp(HeadDrafter):
                 "parallel='rows' gives the hidden state of one row a step, and mtp reads the hidden states of all "
                 "rows; choose lookahead, medusa or auto"
             )
-        if target.config is None:
-            raise CheckpointError(
-                f"mtp makes layers of the class that the target's are of, and this {type(target).__name__} is no "
-                "transformers decoder; use another drafter"
-            )
-        own_modules(target)
+        check_described(target)
         folder = Path(config.head) if config.head is not None else own_layers(target)
         if folder is None:
             raise CheckpointError(
@@ -134,7 +128,7 @@ class Mtp(HeadDrafter):
             f"{sum(tensor.numel() for tensor in found.tensors.values()):,} weights",
             f"for {fit.target or found.values.get('model_type') or 'a model'}: width {found.width}, vocabulary "
             f"{fit.vocab_size or 'of the model'}",
-            f"reads the last hidden state; drafts with the model's own layer class, {_DEPTH} tokens or more",
+            f"reads the last hidden state; drafts with layers of the model's own family, {_DEPTH} tokens or more",
             f"use it with --drafter {cls.name} --set {cls.name}.head={folder}, or alone for the model in this folder",
         ]
 

@@ -196,6 +196,9 @@ def find_mtp(folder: Path) -> MtpTensors:
     shape = list(tensors["layers.0.eh_proj.weight"].shape)
     if len(shape) != 2 or shape[1] != 2 * shape[0]:
         raise ConfigError(f"tensor 'layers.0.eh_proj.weight' is {shape}; it joins two vectors of a width to one")
+    for name, tensor in sorted(tensors.items()):  # fp8 has no such numbers, and is refused for what it is
+        if tensor.dtype.itemsize > 1 and not bool(tensor.isfinite().all()):
+            raise ConfigError(f"{name} holds NaN or infinity")
     hidden_first = bool(values.get("mtp_hidden_states_first", values.get("hidden_first", layout.hidden_first)))
     repeated = bool(values.get("repeated", layout.repeated)) and layers == 1
     methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]

@@ -1,124 +1,91 @@
-"""Running multi-token-prediction layers: decoder layers of the target's class, between norms."""
+"""Running multi-token-prediction layers: decoder layers of the target's family, between norms."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModel
 
 from drafters.heads.chain_step import Guess, Nodes
-from drafters.heads.layers import product
 from drafters.heads.mtp_layout import MtpTensors
-from drafters.shared.weights import load_strictly
-from specdec.errors import CheckpointError, first_line
-from specdec.models.transformers_target import TransformersTarget
-from specdec.runners.known_layers import KnownLayer, UnknownModule, stacked
-from specdec.runners.layers import FusedLayer, ModuleLayer, ProbeLayer
+from specdec.decoder.families import FAMILIES, spec_of
+from specdec.decoder.names import Weight, shapes_of
+from specdec.decoder.rope import RopeTables
+from specdec.decoder.settings import Settings
+from specdec.decoder.spec import UnknownDecoder
+from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.decoder.weights.source import TensorSource
+from specdec.errors import CheckpointError, shown
+from specdec.execute.layer import layer
+from specdec.execute.torch import stored_and_attended
+from specdec.execute.weights import LayersWeights
 from specdec.runners.linear import linear_kernel
-from specdec.runners.rotary import Rotary
 from specdec.runners.sent_rows import rows_on
 from specdec.step import device_copies
-from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.cache import LayerSpec
 from specdec.step.joining import joined
-from specdec.step.step_io import StepInput
 from specdec.target import Target
 
-__all__ = ["MtpLayers", "MtpStep", "mtp_module", "own_modules"]
+__all__ = ["MtpStep", "check_described", "mtp_checkpoint"]
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")
-
-
-class MtpLayer(nn.Module):
-    """One layer: a norm for each input, the product that joins them, the target's decoder layer, and the last norm."""
-
-    def __init__(self, config: Any, like: nn.Module, place: int, post_norm: bool) -> None:
-        super().__init__()
-        size = int(config.hidden_size)
-        norm: Any = next(type(module) for name, module in like.named_modules() if "norm" in name)
-        eps = next(float(getattr(config, name)) for name in _EPSILONS if hasattr(config, name))
-        self.enorm, self.hnorm = norm(size, eps=eps), norm(size, eps=eps)
-        self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        made: Any = type(like)
-        self.block = made(config, place)
-        if post_norm:
-            self.post_norm = norm(size, eps=eps)
+_EMBEDDING, _HIDDEN, _LAST, _JOIN = "mtp.embedding", "mtp.hidden", "mtp.last", "mtp.join"
+_AROUND = {_EMBEDDING: "enorm", _HIDDEN: "hnorm", _LAST: "post_norm", _JOIN: "eh_proj"}
+"""Part around a layer -> its name."""
 
 
-class MtpLayers(nn.Module):
-    """All multi-token-prediction layers of a model."""
-
-    def __init__(self, config: Any, like: nn.Module, layers: int, post_norm: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(MtpLayer(config, like, place, post_norm) for place in range(layers))
-
-
-def own_modules(target: Target) -> tuple[nn.Module, nn.Module]:
-    """A layer of a target's class, and its rotary positions; a target that has no modules is given some to look at.
-
-    Raises:
-        CheckpointError: specdec knows no such layers in it.
-    """
-    if isinstance(target, TransformersTarget):
-        decoder: Any = target.decoder
-    else:
-        classes: Any = AutoModel
-        with torch.device("meta"):
-            decoder = classes.from_config(target.config)
-        rotary: Any = type(decoder.rotary_emb)
-        decoder.rotary_emb = rotary(target.config).to(target.head_device)
-    layers: Any = getattr(decoder, "layers", ())
-    if getattr(decoder, "rotary_emb", None) is None or not len(layers):
+def check_described(target: Target) -> None:
+    """Raises CheckpointError where no description covers a target's layers, or it is run by its own forward."""
+    if target.executor is not None:
+        return
+    kind = getattr(target.config, "model_type", None)
+    if kind in FAMILIES:
         raise CheckpointError(
-            "mtp makes layers of the class that the target's are of, and specdec knows no layers with rotary positions "
-            f"in this {target.name}; use another drafter"
+            f"mtp runs layers of the target's family by their description, and this {target.name} is run by its own "
+            "forward (execution 'modules'): take a copy of it (Engine.from_model), or load the model from its folder"
         )
-    return layers[-1], decoder.rotary_emb
+    raise CheckpointError(
+        f"mtp runs layers of the target's family by their description, and there is none for this {target.name}: its "
+        f"model_type {shown(kind)} is none of {', '.join(sorted(FAMILIES))}; use another drafter"
+    )
 
 
-def mtp_module(found: MtpTensors, folder: Path, target: Target) -> tuple[MtpLayers, Any]:
-    """The layers with their weights, and the config that they were made with.
+def mtp_checkpoint(found: MtpTensors, target: Target) -> Checkpoint:
+    """The layers of a folder as a decoder's of the target's family, without its ends.
 
     Raises:
-        CheckpointError: a tensor is missing, left over or of another shape, or the class of the target's layers cannot
-            be made with another config.
+        CheckpointError: a tensor is missing, left over or of another shape or dtype.
     """
-    config, like = _config_of(target.config, found), own_modules(target)[0]
-    post_norm = "layers.0.post_norm.weight" in found.tensors
+    config = _config_of(target.config, found)
     try:
-        with torch.device("meta"):
-            module = MtpLayers(config, like, found.layers, post_norm)
-    except Exception as error:  # the model's own class, made in an unusual way, may raise anything
+        spec = spec_of(config.model_type, Settings.of(config))
+    except UnknownDecoder as unknown:
         raise CheckpointError(
-            f"a {type(like).__name__} cannot be made anew for the multi-token-prediction layers in {str(folder)!r}: "
-            f"{type(error).__name__}: {first_line(error)}; use another drafter"
-        ) from error
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    what = f"{found.layers} multi-token-prediction layers with a {type(like).__name__} of this {target.name}"
-    tensors = _joined(found.tensors, wanted)
-    load_strictly(module, tensors, folder, what)
-    if any(buffer.is_meta for buffer in module.buffers()):  # files do not hold buffers; they are made with the module
-        module = MtpLayers(config, like, found.layers, post_norm)
-        load_strictly(module, tensors, folder, what)
-    module.requires_grad_(False).eval()
-    for part in module.modules():
-        if hasattr(part, "layer_idx"):
-            part.layer_idx = 0  # type: ignore[assignment]  # each layer has a cache of its own
-    return module, config
+            f"the multi-token-prediction layers in {str(found.folder)!r} are none that a description covers: {unknown}"
+        ) from unknown
+    own, size, layers = FAMILIES[config.model_type].names, spec.hidden, range(found.layers)
+    shapes = {weight: shape for weight, shape in shapes_of(spec).items() if weight.layer is not None}
+    norms = (_EMBEDDING, _HIDDEN, *([_LAST] if "layers.0.post_norm.weight" in found.tensors else []))
+    shapes |= {Weight(part, number): (size,) for part in norms for number in layers}
+    shapes |= {Weight(_JOIN, number): (size, 2 * size) for number in layers}
+    parts = {part: tuple(map(_inside, patterns)) for part, patterns in own.decoder.items()}
+    parts |= {part: (f"layers.{{layer}}.{name}",) for part, name in _AROUND.items()}
+    names = replace(own, decoder=parts, prefixes=("",), experts=_inside(own.experts))
+    return Checkpoint(spec, names, TensorSource(found.tensors, repr(str(found.folder))), shapes=shapes)
+
+
+def _inside(pattern: str) -> str:
+    """A family's name of a tensor of a layer, as these have it."""
+    return pattern.replace("layers.{layer}.", "layers.{layer}.block.")
 
 
 def _config_of(config: Any, found: MtpTensors) -> Any:
-    """The target's config for these layers only, in transformers' own form."""
-    made, layers = copy.deepcopy(config), found.layers
+    """The target's config for these layers only."""
+    made, layers = copy.deepcopy(config.get_text_config()), found.layers
     for kinds, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
         if (of_target := getattr(config, kinds, None)) is not None:
             told = getattr(config, own, None)
@@ -135,36 +102,18 @@ def _config_of(config: Any, found: MtpTensors) -> Any:
     return made
 
 
-def _joined(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors with those of single experts stacked, as transformers 5 has them, where the module wants that."""
-    found, experts = dict[str, torch.Tensor](), dict[str, dict[str, dict[int, torch.Tensor]]]()
-    for name, tensor in tensors.items():
-        expert = _EXPERT.fullmatch(name)
-        if expert is None or name in wanted or f"{expert[1]}.down_proj" not in wanted:
-            found[name] = tensor
-        else:
-            experts.setdefault(expert[1], {}).setdefault(expert[3], {})[int(expert[2])] = tensor
-    for place, parts in experts.items():
-        stacks = {
-            part: torch.stack([own[number] for number in sorted(own)])
-            for part, own in parts.items()
-            if len({tensor.shape for tensor in own.values()}) == 1
-        }
-        if "down_proj" in stacks:
-            found[f"{place}.down_proj"] = stacks["down_proj"]
-        if {"gate_proj", "up_proj"} <= stacks.keys() and stacks["gate_proj"].shape == stacks["up_proj"].shape:
-            found[f"{place}.gate_up_proj"] = torch.cat((stacks["gate_proj"], stacks["up_proj"]), 1)
-    return found
+class _Weights(LayersWeights):
+    """Of the layers; and for each the norms of an embedding and of a hidden state, the product that joins these, and
+    the last norm, if any.
+    """
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stage:
-    """One layer in the layout that drafting uses."""
-
-    norms: tuple[Any, Any]
-    join: Any
-    block: Any
-    post_norm: Any
+    def read_others(self) -> None:
+        norm, layers = self._checkpoint.spec.head.norm, range(len(self._checkpoint.spec.layers))
+        norm = replace(norm, rounds_first=not norm.offset)  # as transformers' modules, with which these were trained
+        self.norms = [[self.read_norm(norm, Weight(part, at)) for part in (_EMBEDDING, _HIDDEN)] for at in layers]
+        self.joins = [self.read_product(Weight(_JOIN, at)) for at in layers]
+        last = [Weight(_LAST, at) for at in layers]
+        self.last = [self.read_norm(norm, own) if self._checkpoint.has(own) else None for own in last]
 
 
 class MtpStep:
@@ -172,7 +121,6 @@ class MtpStep:
 
     Args:
         found: the layers' tensors.
-        folder: their folder, for messages.
         target: the target, whose embedding, rotary positions and head they share.
         depth: tokens below the root; a ``repeated`` layer becomes one stage for each.
 
@@ -182,78 +130,37 @@ class MtpStep:
         stages: functions that each run one layer, with a cache of its own, for several sequences.
     """
 
-    def __init__(self, found: MtpTensors, folder: Path, target: Target, depth: int) -> None:
-        module, config = mtp_module(found, folder, target)
-        _, rotary = own_modules(target)
-        module.to(target.head_device, target.dtype)
+    def __init__(self, found: MtpTensors, target: Target, depth: int) -> None:
+        checkpoint = mtp_checkpoint(found, target)
         self.device, self.dtype = target.head_device, target.dtype
         self._target, self._hidden_first = target, found.hidden_first
-        self._rotary = Rotary(rotary, target.config)
-        self._kinds = getattr(config, "layer_types", None) if self._rotary.by_kind else None
-        if self._kinds and not {*self._kinds} <= {*target.config.layer_types}:
-            made: Any = type(rotary)  # the target's own lacks this kind of layer
-            self._rotary = Rotary(made(config).to(self.device), config)
-        layers: list[Any] = [*module.layers]
-        specs = [self._spec(layer.block, place) for place, layer in enumerate(layers)]
-        self._stages = [
-            _Stage(
-                (layer.enorm, layer.hnorm),
-                product(layer.eh_proj),
-                self._block(layer.block, place),
-                getattr(layer, "post_norm", None),
-            )
-            for place, layer in enumerate(layers)
+        self._layers, self._ropes = checkpoint.spec.layers, RopeTables(self.dtype, self.device)
+        self._weights = _Weights(checkpoint, self.dtype, self.device, linear_kernel)
+        own = (math.prod(shape) for weight, shape in checkpoint.shapes.items() if weight.layer == 0)
+        self.weights = target.vocab_size * target.hidden_size + sum(own)
+        places = [0] * depth if found.repeated else range(found.layers)
+        mixers = [self._layers[place].attention for place in places]
+        self.specs = [
+            LayerSpec(own.kv_heads, own.head_dim, own.head_dim, own.window, self.device, self.dtype) for own in mixers
         ]
-        size = target.vocab_size * target.hidden_size
-        self.weights = size + sum(weight.numel() for weight in layers[0].parameters())
-        places = [0] * depth if found.repeated else range(len(layers))
-        self.specs = [specs[place] for place in places]
-        runs = [partial(self._guess, place) for place in range(len(layers))]
+        runs = [partial(self._guess, place) for place in range(found.layers)]
         self.stages = [runs[place] for place in places]
-
-    def _block(self, layer: Any, place: int) -> Any:
-        """The runner of a decoder layer: this machine's products for a Llama-like one, else its own module."""
-        if not self._rotary.by_kind:
-            try:
-                known = KnownLayer.of(layer, 0)
-            except UnknownModule:
-                known = None
-            if known is not None:
-                return FusedLayer(known, [linear_kernel(*stacked(group)) for group in known.linears])
-        return self._module_layer(layer, place)
-
-    def _module_layer(self, layer: Any, place: int, kind: type[ModuleLayer] = ModuleLayer, **own: Any) -> ModuleLayer:
-        arguments = inspect.signature(layer.forward).parameters
-        cache = "layer_past" if "layer_past" in arguments else "past_key_values"
-        return kind(layer, None if self._kinds is None else self._kinds[place], cache, **own)
-
-    def _spec(self, layer: Any, place: int) -> LayerSpec:
-        """The cache layout of a layer, found by running it with an attention function that only records."""
-        specs: list[LayerSpec] = []
-        probe = self._module_layer(layer, place, ProbeLayer, use_cache=False, note=specs.append)
-        rows = rows_on(self.device, StepInput.of(KVCache([], capacity=1, rows=1), [0]))
-        hidden = torch.zeros(1, self._target.hidden_size, device=self.device, dtype=self.dtype)
-        with torch.inference_mode():
-            probe(hidden, rows, self._rotary.of(rows, hidden))
-        if len(specs) != 1:
-            raise CheckpointError(
-                f"a {type(layer).__name__} of the multi-token-prediction layers calls attention {len(specs)} times, "
-                "and specdec caches one list of keys and values for each; use another drafter"
-            )
-        return specs[0]
 
     @torch.no_grad()
     def _guess(self, place: int, brought: Sequence[Nodes]) -> list[Guess]:
         """Run a layer for each sequence's rows: logits behind the last rows, and the states of all rows."""
-        stage, rows = self._stages[place], rows_on(self.device, joined([one.step for one in brought]))
+        rows = rows_on(self.device, joined([one.step for one in brought]))
         parts = [part for one in brought for part in (one.features, one.states) if part is not None]
         before = torch.cat([part.to(self.device, self.dtype) for part in parts])
         there = device_copies.is_apart(self.device)  # where tokens that it drafted are not read
         embedded = self._target.embed(rows.tokens[0] if there else rows.step.ids).to(self.device, self.dtype)
-        both = [stage.norms[0](embedded), stage.norms[1](before)]
-        hidden = stage.join(torch.cat(both[::-1] if self._hidden_first else both, -1))
-        hidden = stage.block(hidden, rows, self._rotary.of(rows, hidden))
-        states = hidden if stage.post_norm is None else stage.post_norm(hidden)
+        weights, own = self._weights, self._layers[place]
+        both = [norm(part) for norm, part in zip(weights.norms[place], (embedded, before), strict=True)]
+        hidden = weights.joins[place](torch.cat(both[::-1] if self._hidden_first else both, -1))
+        mix = partial(stored_and_attended, rows, 0, own.attention)
+        hidden = layer(own, weights.layers[place], hidden, self._ropes.of(own.attention.rope, rows), mix)
+        last_norm = weights.last[place]
+        states = hidden if last_norm is None else last_norm(hidden)
         sizes = rows.step.counts
         whole = torch.split(states, sizes)
         asked = [one.asked for one in brought]

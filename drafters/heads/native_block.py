@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 
-from drafters.heads.layers import Linear, embedding_rows, product
-from drafters.heads.native_parts import NativeParts, packed_head, per_head, runs
+from drafters.heads.forward import HeadForward
+from drafters.heads.layers import Linear, embedding_rows
+from drafters.heads.native_parts import NativeParts, packed, packed_head, runs
 from drafters.heads.weights import Block as BlockWeights
+from drafters.shared.layer_weights import product_of
+from specdec.decoder.rope import RopeTables
+from specdec.execute.native import native_layer
 from specdec.native.library import library
 from specdec.native.types import CContext, CCosSin, CHead
-from specdec.runners.linear import LinearKernel, PackedWeight
-from specdec.runners.native_layers import NativeLayer, NativeLayers, address_of, described_rows
-from specdec.runners.rotary import Rotary
+from specdec.runners.linear import PackedWeight, linear_kernel
+from specdec.runners.native_layers import NativeLayers, address_of, described_rows
 from specdec.step.cache import KVCache
 from specdec.step.joining import joined
 from specdec.step.step_io import StepInput
@@ -35,11 +38,10 @@ class NativeBlock(NativeParts):
 
     Args:
         head: the head's modules.
-        products: of each layer the packed products: queries, keys and values; attention's output; gate and up; down.
+        forward: the head, whose products are packed.
         keyed: keys and values of all layers, layer by layer.
-        fc: the packed product that makes a state of the target's hidden states.
         last: the product that gives logits; None where only its own module computes them.
-        rotary: the head's rotary positions.
+        ropes: the head's rotary positions.
         embedding: the embedding's weight; None where only its own module embeds.
 
     Attributes:
@@ -50,48 +52,40 @@ class NativeBlock(NativeParts):
     def __init__(
         self,
         head: BlockWeights,
-        products: Sequence[tuple[PackedWeight, ...]],
+        forward: HeadForward,
         keyed: PackedWeight,
-        fc: PackedWeight,
         last: PackedWeight | None,
-        rotary: Rotary,
+        ropes: RopeTables,
         embedding: PackedWeight | None,
     ) -> None:
-        super().__init__(rotary, keyed.dtype)
+        super().__init__(ropes, forward.spec.layers[0].attention.rope, keyed.dtype)
         self._config = config = head.config
         self._embedding, self.embeds = embedding, embedding is not None
         self.outputs = None if last is None else last.outputs
-        eps, groups, size = config.norm_eps, (config.heads, config.key_heads), config.head_dim
-        layers = list[NativeLayer]()
-        modules: list[Any] = [*head.layers]
-        for layer, own in zip(modules, products, strict=True):
-            norms = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
-            head_norm = per_head(config, layer.self_attn)
-            layers.append(NativeLayer(own, norms, (eps, eps, eps), groups, size, size**-0.5, head_norm))
+        described = [native_layer(*own) for own in zip(forward.spec.layers, forward.layers, strict=True)]
+        fc: Any = forward.fc
         self._hold((keyed, fc, last))
-        self._shape, self._layers = self._hold(NativeLayers(layers)).described
+        self._shape, self._layers = self._hold(NativeLayers(described)).described
         norm = self._weights(head.hidden_norm.weight)
-        self._context = CContext(addressof(fc.described), addressof(keyed.described), norm, eps)
-        self._head = None if last is None else CHead(last.described, self._weights(head.norm.weight), eps)
+        self._context = CContext(addressof(fc.described), addressof(keyed.described), norm, config.norm_eps)
+        self._head = None
+        if last is not None:
+            self._head = CHead(last.described, self._weights(head.norm.weight), config.norm_eps)
 
     @classmethod
     def of(
-        cls, head: BlockWeights, fc: LinearKernel, last: Linear, rotary: Rotary, target: Target
+        cls, head: BlockWeights, forward: HeadForward, last: Linear, ropes: RopeTables, target: Target
     ) -> NativeBlock | None:
         """The head in the library; None where the library cannot run it."""
-        config = head.config
-        if config.conv_kernel or not runs(config, rotary) or not isinstance(fc, PackedWeight):
+        config, fc = head.config, forward.fc
+        if config.conv_kernel or not runs(forward.spec) or not isinstance(fc, PackedWeight) or not packed(forward):
             return None
-        layers: list[Any] = [*head.layers]
-        made = [_products(layer) for layer in layers]
-        pairs = [(layer.self_attn.k_proj, layer.self_attn.v_proj) for layer in layers]
-        keyed = product(*[part for pair in pairs for part in pair])
-        packed = [tuple(one for one in own if isinstance(one, PackedWeight)) for own in made]
-        if not isinstance(keyed, PackedWeight) or [*map(len, packed)] != [*map(len, made)]:
-            return None
+        names = [f"layers.{place}.self_attn.{one}_proj" for place in range(config.layers) for one in "kv"]
+        keyed = product_of(head.state_dict(), linear_kernel, *names)
+        assert isinstance(keyed, PackedWeight)
         embedding = embedding_rows(head, target, fc.dtype)
         own = embedding if isinstance(embedding, PackedWeight) else None
-        return cls(head, packed, keyed, fc, packed_head(config, last, target, fc.dtype), rotary, own)
+        return cls(head, forward, keyed, packed_head(config, last, target, fc.dtype), ropes, own)
 
     def absorb(self, text: StepInput, features: torch.Tensor, turns: Array[CCosSin] | None = None) -> None:
         """Store keys and values of T rows of text with ``features`` [T, taps x D].
@@ -159,14 +153,3 @@ class NativeBlock(NativeParts):
         )  # fmt: skip
         del kept, numbers  # the library has read them
         return (out if normed is None else normed)[[*wanted]], logits
-
-
-def _products(layer: Any) -> tuple[LinearKernel, ...]:
-    """A layer's products, as :class:`NativeLayer` takes them."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return (
-        product(attention.q_proj, attention.k_proj, attention.v_proj),
-        product(attention.o_proj),
-        product(mlp.gate_proj, mlp.up_proj),
-        product(mlp.down_proj),
-    )

@@ -10,24 +10,25 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int64
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from drafters.heads.layers import Linear, embedding_rows, product
-from drafters.heads.native_parts import NativeParts, packed_head, per_head, runs
+from drafters.heads.forward import HeadForward
+from drafters.heads.layers import Linear, embedding_rows
+from drafters.heads.native_parts import NativeParts, packed, packed_head, runs
 from drafters.heads.weights import Chain
+from specdec.decoder.rope import RopeTables
 from specdec.native.library import library
 from specdec.native.types import CChain, CHead, CShape, place_of
 from specdec.runners.half_layers import attention_alone, mlp_alone
-from specdec.runners.linear import LinearKernel, PackedWeight
+from specdec.runners.linear import PackedWeight
 from specdec.runners.native_layers import (
     NativeLayer,
     NativeLayers,
     address_of,
     described_rows,
 )
-from specdec.runners.rotary import Rotary
 from specdec.step.step_io import StepInput
 from specdec.step.torch_switches import HOST
 from specdec.target import Target
@@ -46,7 +47,8 @@ class NativeChain(NativeParts):
         products: the packed products: queries, keys and values; attention's output; gate and up; down.
         fc: the packed product in front of the layer, if there is one.
         last: the head's last product; None where only its own module computes it.
-        rotary: the head's rotary positions.
+        forward: the head.
+        ropes: the head's rotary positions.
         embedding: the embedding's weight; None where only its own module embeds.
 
     Attributes:
@@ -62,10 +64,11 @@ class NativeChain(NativeParts):
         products: Sequence[PackedWeight],
         fc: PackedWeight | None,
         last: PackedWeight | None,
-        rotary: Rotary,
+        forward: HeadForward,
+        ropes: RopeTables,
         embedding: PackedWeight | torch.Tensor | None,
     ) -> None:
-        super().__init__(rotary, products[0].dtype)
+        super().__init__(ropes, forward.spec.layers[0].attention.rope, products[0].dtype)
         self._config = config = head.config
         self._outputs = None if last is None else last.outputs
         self._hold((*products, last, embedding))
@@ -74,7 +77,7 @@ class NativeChain(NativeParts):
         if fc is not None:
             self.features = fc.inputs - (0 if config.wide else config.width)
         self.taps = self.features // config.hidden_size
-        layers, attention = self._layers(head, products)
+        layers, attention = self._layers(head, products, forward.layers[0].heads)
         fused = None if fc is None else addressof(self._hold(fc).described)
         norms = {"none": [], "whole": [getattr(own, "input_norm", None)], "each": getattr(own, "fc_norm", ())}
         found: list[Any] = [*norms[config.norm_inputs]]
@@ -105,14 +108,15 @@ class NativeChain(NativeParts):
             epsilon=config.norm_eps,
         )
 
-    def _layers(self, head: Chain, products: Sequence[PackedWeight]) -> tuple[NativeLayers, NativeLayers | None]:
+    def _layers(
+        self, head: Chain, products: Sequence[PackedWeight], head_norm: torch.Tensor | None
+    ) -> tuple[NativeLayers, NativeLayers | None]:
         """The layer; of a wide head, its MLP and its attention."""
-        config, layer = head.config, head.layers[0]
-        own: Any = layer
+        config, own = head.config, cast(Any, head.layers[0])
         same = torch.full((products[0].inputs,), _GAIN)
         after, eps, size = own.post_attention_layernorm.weight.detach(), config.norm_eps, config.head_dim
         groups, scale, width = (config.heads, config.key_heads), size**-0.5, config.width
-        behind, head_norm = torch.ones(2 * width) if config.wide else after, per_head(config, own.self_attn)
+        behind = torch.ones(2 * width) if config.wide else after
         whole = NativeLayer(tuple(products), (same, behind), (_EPSILON, eps, eps), groups, size, scale, head_norm)
         if not config.wide:
             return self._hold(NativeLayers([whole])), None
@@ -128,33 +132,33 @@ class NativeChain(NativeParts):
 
     @classmethod
     def of(
-        cls, head: Chain, fc: LinearKernel | None, last: Linear, rotary: Rotary, target: Target
+        cls, head: Chain, forward: HeadForward, last: Linear, ropes: RopeTables, target: Target
     ) -> NativeChain | None:
         """The head in the library; None where the library cannot run it."""
-        config = head.config
-        if config.layers > 1 or not runs(config, rotary):
+        config, fc, own = head.config, forward.fc, cast(Any, forward.layers[0])
+        if config.layers > 1 or not runs(forward.spec):
             return None
         if config.width != config.hidden_size and not (config.wide and config.fused):
             return None  # the target's hidden states are no states of this head
-        layer: Any = head.layers[0]
-        attention, mlp = layer.self_attn, layer.mlp
-        out: LinearKernel = product(attention.o_proj)
-        if config.wide and isinstance(out, PackedWeight):  # it adds to the second half of the stream
-            weight, bias = attention.o_proj.weight.detach(), attention.o_proj.bias
-            low = torch.zeros_like(weight)
-            out = PackedWeight(torch.cat((low, weight)), None if bias is None else torch.cat((0 * bias, bias)).detach())
-        made = (
-            product(attention.q_proj, attention.k_proj, attention.v_proj),
-            out,
-            product(mlp.gate_proj, mlp.up_proj),
-            product(mlp.down_proj),
-        )
-        packed = [one for one in made if isinstance(one, PackedWeight)]
-        if len(packed) < len(made) or not (fc is None or isinstance(fc, PackedWeight)):
+        if not packed(forward) or not (fc is None or isinstance(fc, PackedWeight)):
             return None
-        dtype = packed[0].dtype
-        own = packed_head(config, last, target, dtype)
-        return cls(head, packed, fc, own, rotary, embedding_rows(head, target, dtype))
+        out = own.out
+        if config.wide:  # it adds to the second half of the stream
+            weight, bias = own.out.unpack(), own.out.bias
+            out = PackedWeight(
+                torch.cat((torch.zeros_like(weight), weight)), None if bias is None else torch.cat((0 * bias, bias))
+            )
+        products = [own.qkv, out, own.mlp.gate_up, own.mlp.down]
+        dtype = out.dtype
+        return cls(
+            head,
+            products,
+            fc,
+            packed_head(config, last, target, dtype),
+            forward,
+            ropes,
+            embedding_rows(head, target, dtype),
+        )
 
     def guess(
         self,

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 
 from drafters.heads.config import HeadConfig
+from drafters.heads.forward import HeadForward
 from drafters.heads.layers import Linear
+from specdec.decoder.head_spec import HeadSpec
+from specdec.decoder.rope import RopeTables
+from specdec.decoder.spec import Rope
 from specdec.native.types import CCosSin
 from specdec.runners.linear import HeadOf, PackedWeight
 from specdec.runners.native_layers import described_turns, runs_heads_of
-from specdec.runners.rotary import Rotary
 from specdec.target import Target
 
-__all__ = ["NativeParts", "packed_head", "per_head", "runs"]
+__all__ = ["NativeParts", "packed", "packed_head", "runs"]
 
 _Turns = tuple[ctypes.Array[CCosSin], int, torch.Tensor, torch.Tensor]
 
@@ -24,13 +27,12 @@ class NativeParts:
     """Weights and rotary positions of a head, kept as long as the library may read them.
 
     Args:
-        rotary: the head's rotary positions.
+        ropes, rope: the head's rotary positions, rounded to its dtype.
         dtype: dtype of the head.
     """
 
-    def __init__(self, rotary: Rotary, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._rotary, self._like = rotary, torch.empty(1, 0, dtype=dtype)
+    def __init__(self, ropes: RopeTables, rope: Rope, dtype: torch.dtype) -> None:
+        self.dtype, self._ropes, self._rope = dtype, ropes, rope
         self._turns: _Turns | None = None
         self._held = list[Any]()
 
@@ -38,7 +40,7 @@ class NativeParts:
         """Cosines and sines of positions 0 .. ``end`` - 1 or more, for the library; valid while this object is."""
         known = self._turns
         if known is None or known[1] < end:
-            cos, _, signed_sin = self._rotary.table(end, self._like)
+            cos, signed_sin = self._ropes.whole(self._rope, end)
             tables = cos.float().contiguous(), signed_sin.float().contiguous()
             known = self._turns = (self._hold(described_turns([tables])), len(cos), *tables)
             self._hold(tables)  # another thread may still read shorter ones
@@ -54,18 +56,17 @@ class NativeParts:
         return address
 
 
-def runs(config: HeadConfig, rotary: Rotary) -> bool:
+def runs(spec: HeadSpec) -> bool:
     """Whether the library has code for a head's layers."""
-    fixed = config.activation in ("silu", "swish") and rotary.fixed
-    return fixed and runs_heads_of(config.head_dim, config.intermediate_size)
+    sizes = {(own.attention.head_dim, own.mlp.act, own.mlp.width) for own in spec.layers}
+    return all(act == "silu" and runs_heads_of(head_dim, width) for head_dim, act, width in sizes)
 
 
-def per_head(config: HeadConfig, attention: Any) -> torch.Tensor | None:
-    """[heads, 1, head_dim] weights of the norms of each query and key head, or None."""
-    if not config.qk_norm:
-        return None
-    weights = [attention.q_norm.weight] * config.heads + [attention.k_norm.weight] * config.key_heads
-    return torch.stack([weight.detach() for weight in weights])[:, None]
+def packed(forward: HeadForward) -> bool:
+    """Whether the library has all products of a head's layers."""
+    layers: Any = forward.layers
+    every = [part for own in layers for part in (own.qkv, own.out, own.mlp.gate_up, own.mlp.down)]
+    return all(isinstance(part, PackedWeight) for part in every)
 
 
 def packed_head(config: HeadConfig, last: Linear, target: Target, dtype: torch.dtype) -> PackedWeight | None:

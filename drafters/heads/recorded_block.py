@@ -6,15 +6,17 @@ block's rows all the same, and what comes out of them is not read. So one graph 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from drafters.heads.config import BlockConfig
-from drafters.heads.layers import LayerStep
+from drafters.heads.forward import HeadForward
+from drafters.heads.layers import Linear
+from drafters.heads.recorded_layers import RecordedLayers
+from specdec.decoder.rope import RopeTables
 from specdec.runners.graphs import LOGITS, CosSin, Outcome, StepGraphs, StepInputs
 from specdec.runners.recording import Recording
-from specdec.runners.rotary import Rotary
 from specdec.runners.rows import Rows
 
 __all__ = ["RecordedBlock"]
@@ -24,29 +26,22 @@ class RecordedBlock:
     """The recorded pass of a head without convolutions and windows.
 
     Args:
-        config: the head's config.
+        forward: the head.
+        head: gives logits.
         recording: of the target's runner.
-        rotary: the head's rotary positions.
-        context, through, ends: the parts of a pass, see :class:`drafters.heads.block_step.BlockStep`.
+        ropes: the head's rotary positions.
+        block_size: rows of a block.
 
     Attributes:
         most: most rows of a sequence in a graph. After rests and in prompts there are more, which are launched.
     """
 
     def __init__(
-        self,
-        config: BlockConfig,
-        recording: Recording,
-        rotary: Rotary,
-        *,
-        context: Callable[..., torch.Tensor],
-        through: Callable[..., torch.Tensor],
-        ends: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        self, forward: HeadForward, head: Linear, recording: Recording, ropes: RopeTables, block_size: int
     ) -> None:
-        self._config, self._kernels, self._longest = config, recording.kernels, recording.longest
-        self._rotary, self._context, self._through, self._ends = rotary, context, through, ends
+        self._layers, self._head, self._size = RecordedLayers(forward, recording, ropes), head, block_size
         self._graphs = StepGraphs(recording.recorder, self._pass)
-        self.most = 2 * config.block_size
+        self.most = 2 * block_size
 
     @property
     def failed(self) -> str | None:
@@ -70,37 +65,29 @@ class RecordedBlock:
         """
         if max(rows.step.counts) > self.most or not self._graphs.takes(rows):
             return None
-        if rows.end > self._longest:
-            self._longest = self._graphs.kind = 2 * rows.end
+        if rows.end > self._layers.longest:
+            self._layers.longest = self._graphs.kind = 2 * rows.end
         parts = list[torch.Tensor]()
         for own in features:
             text = torch.cat((own.to(embedded), embedded.new_ones(len(own), 1)), -1)
-            parts += [text, text.new_zeros(self._config.block_size, text.shape[1])]
+            parts += [text, text.new_zeros(self._size, text.shape[1])]
         hidden = torch.cat((embedded, torch.cat(parts)), -1)
-        cos_sin = self._rotary.cos_sin(rows, embedded)
-        outcome = self._graphs.run(hidden, rows, 0, self._config.layers, {LOGITS}, cos_sin)
+        cos_sin = self._layers.cos_sin(rows, embedded.device)
+        outcome = self._graphs.run(hidden, rows, 0, len(self._layers.forward.layers), {LOGITS}, cos_sin)
         return None if outcome is None else (outcome[0], outcome[1][LOGITS])
 
     def _pass(
         self, hidden: torch.Tensor, rows: StepInputs, first: int, last: int, taps: Collection[int], cos_sin: CosSin
     ) -> Outcome:
-        kernels, config, where = self._kernels, self._config, rows.where()
-        embedded, features, is_text = hidden.tensor_split([config.width, hidden.shape[1] - 1], -1)
-        context, seen = self._context(features, self._norm), _all_seen(where)
-        segments, shape = kernels.segments_of(self._longest), (config.heads, config.key_heads, config.head_dim)
+        layers, forward, where = self._layers, self._layers.forward, rows.where()
+        embedded, features, is_text = hidden.tensor_split([forward.spec.width, hidden.shape[1] - 1], -1)
+        context, seen = forward.fused(features), _all_seen(where)
 
-        def attended(place: int, layer: LayerStep, inputs: torch.Tensor) -> torch.Tensor:
-            heads = layer.heads(torch.where(is_text > 0, context, inputs)).contiguous()
-            query = kernels.turn_and_store(heads, *cos_sin, layer.head_norms, where, place, shape)
-            scale = config.head_dim**-0.5
-            return layer.projected(kernels.step_attention(query, seen, place, config.key_heads, None, scale, segments))
+        def attend(place: int, inputs: torch.Tensor) -> torch.Tensor:
+            return layers.attend(place, torch.where(is_text > 0, context, inputs), cos_sin, where, seen)
 
-        states, logits = self._ends(self._through(embedded, attended, self._norm), self._norm)
-        return states, {LOGITS: logits}
-
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        normed: torch.Tensor = self._kernels.add_norm(hidden.contiguous(), None, weight, eps)[1]
-        return normed
+        states, _ = forward.ends(forward.through(embedded, attend))
+        return states, {LOGITS: self._head(states)}
 
 
 def _all_seen(where: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

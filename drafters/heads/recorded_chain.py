@@ -7,15 +7,16 @@ a graph computes logits of all its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from drafters.heads.config import ChainConfig
-from drafters.heads.layers import LayerStep
+from drafters.heads.forward import HeadForward
+from drafters.heads.layers import Linear
+from drafters.heads.recorded_layers import RecordedLayers
+from specdec.decoder.rope import RopeTables
 from specdec.runners.graphs import LOGITS, CosSin, Outcome, StepGraphs, StepInputs
 from specdec.runners.recording import Recording
-from specdec.runners.rotary import Rotary
 from specdec.runners.rows import Rows
 
 __all__ = ["MOST_RECORDED", "RecordedChain"]
@@ -27,27 +28,23 @@ class RecordedChain:
     """The recorded passes of a head.
 
     Args:
-        config: the head's config.
+        forward: the head.
+        head: gives logits.
         recording: of the target's runner.
-        rotary: the head's rotary positions.
+        ropes: the head's rotary positions.
         mask: [1, taps x D] what heads that draft all depths read in the place of hidden states that are not known.
-        fused, through, ends: the parts of a pass, see :class:`drafters.heads.chain_step.ChainStep`.
     """
 
     def __init__(
         self,
-        config: ChainConfig,
+        forward: HeadForward,
+        head: Linear,
         recording: Recording,
-        rotary: Rotary,
+        ropes: RopeTables,
         mask: torch.Tensor | None,
-        *,
-        fused: Callable[..., torch.Tensor],
-        through: Callable[..., torch.Tensor],
-        ends: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        self._config, self._kernels, self._longest = config, recording.kernels, recording.longest
-        self._rotary, self._mask = rotary, mask
-        self._fused, self._through, self._ends = fused, through, ends
+        self._layers, self._head, self._mask = RecordedLayers(forward, recording, ropes), head, mask
+        self._forward, self._width = self._layers.forward, forward.spec.width
         self._text = StepGraphs(recording.recorder, self._text_rows)
         self._drafted = StepGraphs(recording.recorder, self._drafted_rows)
 
@@ -74,8 +71,8 @@ class RecordedChain:
         most = max(rows.step.counts)
         if len(kinds) > 1 or most > MOST_RECORDED or self.failed or not graphs.takes(rows):
             return None
-        if rows.end > self._longest:
-            self._longest = self._text.kind = self._drafted.kind = 2 * rows.end
+        if rows.end > self._layers.longest:
+            self._layers.longest = self._text.kind = self._drafted.kind = 2 * rows.end
         parts = list[torch.Tensor]()
         for features, states in brought:
             if features is not None:
@@ -83,40 +80,29 @@ class RecordedChain:
             if states is not None:
                 parts.append(states if features is None or self._mask is None else self._mask.expand(len(states), -1))
         hidden = torch.cat((embedded, torch.cat(parts)), -1)
-        cos_sin = self._rotary.cos_sin(rows, embedded)
-        outcome = graphs.run(hidden, rows, 0, self._config.layers, {LOGITS}, cos_sin)
+        cos_sin = self._layers.cos_sin(rows, embedded.device)
+        outcome = graphs.run(hidden, rows, 0, len(self._forward.layers), {LOGITS}, cos_sin)
         return None if outcome is None else (outcome[1][LOGITS], outcome[0])
 
     def _text_rows(
         self, hidden: torch.Tensor, rows: StepInputs, first: int, last: int, taps: Collection[int], cos_sin: CosSin
     ) -> Outcome:
-        width = self._config.width
-        return self._pass(hidden[:, :width], self._fused(hidden[:, width:], self._norm), rows, cos_sin)
+        states = self._forward.fused(hidden[:, self._width :])
+        return self._pass(hidden[:, : self._width], states, rows, cos_sin)
 
     def _drafted_rows(
         self, hidden: torch.Tensor, rows: StepInputs, first: int, last: int, taps: Collection[int], cos_sin: CosSin
     ) -> Outcome:
-        width = self._config.width
-        return self._pass(hidden[:, :width], hidden[:, width:], rows, cos_sin)
+        return self._pass(hidden[:, : self._width], hidden[:, self._width :], rows, cos_sin)
 
     def _pass(self, embedded: torch.Tensor, states: torch.Tensor, rows: StepInputs, cos_sin: CosSin) -> Outcome:
         """States for the next level, and logits, of the rows' embeddings and states [B, W]."""
-        kernels, config, where = self._kernels, self._config, rows.where()
-        where["paths"] = kernels.paths(where)
-        segments, shape = kernels.segments_of(self._longest), (config.heads, config.key_heads, config.head_dim)
+        layers, where = self._layers, rows.where()
+        where["paths"] = layers.kernels.paths(where)
 
-        def attended(place: int, layer: LayerStep, inputs: torch.Tensor) -> torch.Tensor:
-            heads = layer.heads(inputs).contiguous()
-            query = kernels.turn_and_store(heads, *cos_sin, layer.head_norms, where, place, shape)
-            mixed = kernels.step_attention(
-                query, where, place, config.key_heads, rows.windows[place], config.head_dim**-0.5, segments
-            )
-            return layer.projected(mixed)
+        def attend(place: int, inputs: torch.Tensor) -> torch.Tensor:
+            return layers.attend(place, inputs, cos_sin, where, where, rows.windows[place])
 
-        hidden = self._through(embedded, states, attended, norm=self._norm)
-        logits, onward = self._ends(hidden, self._norm)
-        return onward, {LOGITS: logits}
-
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        normed: torch.Tensor = self._kernels.add_norm(hidden, None, weight, eps)[1]
-        return normed
+        hidden, reads = self._forward.entering(embedded, states)
+        last, onward = self._forward.ends(self._forward.through(hidden, attend, reads=reads))
+        return onward, {LOGITS: self._head(last)}

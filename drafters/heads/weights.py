@@ -1,6 +1,6 @@
 """The modules that hold a head's tensors, under the names of a converted folder.
 
-They only hold weights; :mod:`drafters.heads.layers` computes with them.
+They only hold weights; :mod:`drafters.heads.forward` computes with them.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ It maps the residual stream after l layers to an estimate of the target's last n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,16 +17,21 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le, Lt
 from torch import nn
 
+from drafters.shared.layer_weights import LiveProduct, Make, layer_weights
 from drafters.shared.target_weights import head_weight, norm_weight
 from drafters.shared.vocabulary import check_draft_tokens
 from drafters.shared.weights import WeightsConfig, load_strictly, load_tensors, read_config, reading, save_weights
+from specdec.decoder.rope import Angles, RopeTables
+from specdec.decoder.spec import Attention, Gated, Layer, Norm, Rope
 from specdec.errors import ConfigError, shown
-from specdec.runners.rotary import rotate, signed
+from specdec.execute.layer import LayerWeights, layer
+from specdec.execute.norm import RmsNorm
 from specdec.settings.parsing import parse
 from specdec.settings.validation import AtLeast1, check_fields
+from specdec.step.step_io import Part
 from specdec.target import Target
 
-__all__ = ["VARIANTS", "Adapter", "AdapterConfig", "fitting_heads", "rotations"]
+__all__ = ["VARIANTS", "Adapter", "AdapterConfig", "AdapterTables", "adapter_weights", "fitting_heads"]
 
 VARIANTS = ("attention", "head", "layer", "mlp")
 """The variants in the paper's Table 2: attention alone, attention with its own head, attention and MLP, MLP alone.
@@ -33,6 +39,12 @@ There is also ``none``, which needs no training: the target's own last norm and 
 
 _WEIGHTS = "model.safetensors"
 _WIDEST = 64  # bound of the MLP's width, in hidden sizes
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    **{f"before.{part}": (name,) for part, name in (("attention", "input_norm"), ("mlp", "mlp_norm"))},
+    **{f"attention.{part}": (f"{part}_proj",) for part in "qkvo"},
+    **{f"mlp.{part}": (f"{part}_proj",) for part in ("gate", "up", "down")},
+}
+"""Part of the layer -> its name in the adapter."""
 AtLeast0 = Annotated[int, Ge(0), "an integer >= 0"]
 Drafts = Annotated[int, Ge(1), Le(1024), "an integer from 1 to 1024"]  # drafts of a round
 
@@ -102,14 +114,22 @@ class AdapterConfig(WeightsConfig):
         return self.variant in ("layer", "mlp")
 
     @property
-    def head_dim(self) -> int:
-        """The width of a head."""
-        return self.hidden_size // self.heads
+    def parts(self) -> Part:
+        """What of its layer it has."""
+        return (Part.ATTENTION if self.attends else Part(0)) | (Part.MLP if self.has_mlp else Part(0))
 
     @property
-    def groups(self) -> tuple[int, int]:
-        """The numbers of query heads, and of key and value heads."""
-        return self.heads, self.key_heads or self.heads
+    def norm(self) -> Norm:
+        """All of its norms."""
+        return Norm(self.norm_eps)
+
+    @property
+    def layer(self) -> Layer:
+        """A layer like Llama's, of which it has ``parts``."""
+        norm, width = self.norm, self.hidden_size // self.heads
+        rope = Rope(width, self.rope_base)
+        attention = Attention(self.heads, self.key_heads or self.heads, width, width**-0.5, rope)
+        return Layer(attention, Gated("silu", self.intermediate_size), (norm, norm))
 
 
 class Adapter(nn.Module):
@@ -125,7 +145,7 @@ class Adapter(nn.Module):
         self.config = config
         size, inner = config.hidden_size, config.intermediate_size
         if config.attends:
-            inside = config.groups[1] * config.head_dim
+            inside = config.layer.attention.kv_heads * config.layer.attention.head_dim
             self.input_norm = nn.Parameter(torch.ones(size))
             self.q_proj, self.o_proj = (nn.Linear(size, size, bias=False) for _ in range(2))
             self.k_proj, self.v_proj = (nn.Linear(size, inside, bias=False) for _ in range(2))
@@ -151,7 +171,7 @@ class Adapter(nn.Module):
 
         Args:
             features: [B, L, D] residual stream after ``exit_layer`` layers.
-            positions: [B, L] int, each token's place in its text.
+            positions: [B, L] int, each token's place in its text, below L.
             head: the target's head, over the draft vocabulary if there is one; unused if the adapter has its own.
             mask: [B, 1, L, L] bool, True where a token sees another; None is causal.
             rows: [N] int, rows of the flattened [B * L] to compute logits for; None for all.
@@ -159,39 +179,19 @@ class Adapter(nn.Module):
         Returns:
             [N, V] logits, or [N, d] of the draft vocabulary.
         """
-        if self.config.attends:
-            normed = self._normed(features, self.input_norm)
-            rotary = rotations(positions, self.config, features.dtype)
-            query, key = self._rotated(self.q_proj(normed), rotary), self._rotated(self.k_proj(normed), rotary)
-            value = self._split(self.v_proj(normed))
-            seen = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] < query.shape[1]
-            )
-            features = features + self.o_proj(seen.transpose(1, 2).flatten(2))
-        flat = features.flatten(0, 1)
-        return self.logits(self._top(flat if rows is None else flat[rows]), head)
+        spec, parts, texts = self.config.layer, self.config.parts, positions.shape
+        weights = adapter_weights(self.config, dict(self.named_parameters()), LiveProduct)  # as they are in this step
+        table = _tables(features.dtype, features.device).whole(spec.attention.rope, texts[1])
+        angles = Angles(*(values.index_select(0, positions.flatten()) for values in table))
+        mix = partial(_over_texts, texts, mask)
+        hidden = layer(spec, weights, features.flatten(0, 1), angles, mix, parts & Part.ATTENTION)
+        hidden = layer(spec, weights, hidden if rows is None else hidden[rows], angles, mix, parts & Part.MLP)
+        return self.logits(RmsNorm(self.config.norm, self.norm)(hidden), head)
 
     def logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """[..., V] logits of states behind the last norm."""
         own: torch.Tensor = (head if self.head is None else self.head)(hidden)
         return own
-
-    def _top(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.config.has_mlp:
-            normed = self._normed(hidden, self.mlp_norm)
-            hidden = hidden + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
-        return self._normed(hidden, self.norm)
-
-    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
-
-    def _split(self, states: torch.Tensor) -> torch.Tensor:
-        """[B, T, heads x d] to [B, heads, T, d]."""
-        return states.view(*states.shape[:2], -1, self.config.head_dim).transpose(1, 2)
-
-    def _rotated(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        cos, sin = rotary
-        return rotate(self._split(states), cos, signed(sin))
 
     def start_from(self, target: Target, *, seed: int = 0) -> None:
         """Set initial weights: the target's last norm (and head, if it has its own); attention and MLP add nothing."""
@@ -238,15 +238,36 @@ class Adapter(nn.Module):
         return adapter
 
 
-def rotations(positions: torch.Tensor, config: AdapterConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of rotary positions: [T, d] for positions [T], [B, 1, T, d] for [B, T]."""
-    size = config.head_dim
-    steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64)
-    angles = positions[..., None].double() * config.rope_base ** (-steps / size)
-    angles = torch.cat((angles, angles), -1)
-    if angles.ndim == 3:
-        angles = angles[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def adapter_weights(config: AdapterConfig, tensors: Mapping[str, torch.Tensor], make: Make) -> LayerWeights:
+    """What the layer of an adapter multiplies by, of its ``tensors`` by name; ``make`` makes products."""
+    named = {name if name.endswith(".weight") else f"{name}.weight": tensor for name, tensor in tensors.items()}
+    return layer_weights(config.layer, named, 0, make, parts=config.parts, names=_NAMES)
+
+
+class AdapterTables(RopeTables):
+    """Rotary positions by angles in float64, as adapters are trained and published."""
+
+    def _made(self, rope: Rope, size: int) -> Angles:
+        places, steps = (
+            torch.arange(*of, device=self._device, dtype=torch.float64) for of in ((size,), (0, rope.dim, 2))
+        )
+        angles = places[:, None] * rope.base ** (-steps / rope.dim)
+        cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+        return Angles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+_tables = cache(AdapterTables)
+
+
+def _over_texts(
+    texts: torch.Size, mask: torch.Tensor | None, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Attention of B texts of L tokens, whose heads are [1, H, B L, d]."""
+    query, keys, values = (heads[0].view(heads.shape[1], *texts, -1).transpose(0, 1) for heads in (query, keys, values))
+    seen = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=keys.shape[1] < query.shape[1]
+    )
+    return seen.transpose(0, 1).flatten(1, 2)[None]
 
 
 def fitting_heads(hidden_size: int, wanted: int) -> int:

@@ -10,13 +10,20 @@ from specdec.decoder.names import DECODER
 from specdec.decoder.spec import Attention, Layer, Norm
 from specdec.execute.layer import GatedWeights, LayerWeights
 from specdec.execute.norm import RmsNorm
-from specdec.runners.linear import LinearKernel
+from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step.step_io import Part
 
-__all__ = ["Make", "layer_weights", "product_of"]
+__all__ = ["LiveProduct", "Make", "layer_weights", "product_of"]
 
 Make = Callable[[torch.Tensor, torch.Tensor | None], LinearKernel]
 """From a weight [out, in] and a bias [out] to their product."""
+
+
+class LiveProduct(DenseLinear):
+    """A product by live parameters, in training; under autocast the residual keeps its precision."""
+
+    def add(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual + self(rows)
 
 
 def layer_weights(

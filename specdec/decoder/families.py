@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from specdec.decoder.family_names import AFTER, AROUND, GLM4, MIXTRAL, NEIGHBOURS, PHI3, STARCODER2
+from specdec.decoder.family_names import AFTER, AROUND, GLM4, LFM2, MIXTRAL, NEIGHBOURS, PHI3, STARCODER2
 from specdec.decoder.family_parts import (
     KINDS,
     alike,
@@ -36,6 +36,7 @@ from specdec.decoder.spec import (
     Embedding,
     Head,
     Layer,
+    Mlp,
     Norm,
     Rope,
     UnknownDecoder,
@@ -45,8 +46,10 @@ from specdec.decoder.torch_families import (
     cohere2,
     exaone4,
     glm4,
+    glm4_moe,
     granite,
     granite_scales,
+    lfm2,
     logit_scale,
     olmo2,
     olmo3,
@@ -54,7 +57,7 @@ from specdec.decoder.torch_families import (
     smollm3,
     starcoder2,
 )
-from specdec.errors import shown
+from specdec.errors import CheckpointError, shown
 
 __all__ = ["FAMILIES", "Family", "spec_of"]
 
@@ -144,15 +147,15 @@ def _gemma2(settings: Settings) -> list[Layer]:
     settings.said("sliding_window_size")  # sliding_window says the same
     cap = float(settings.get("attn_logit_softcapping") or 0.0)
     own = _gemma_layer(settings, read_rope(settings, head_dim_of(settings)))
-    own = replace(own, attention=replace(own.attention, cap=cap))
-    return of_kinds(settings, own, replace(own, attention=replace(own.attention, window=window_of(settings))))
+    own = replace(own, mixer=replace(own.attention, cap=cap))
+    return of_kinds(settings, own, replace(own, mixer=replace(own.attention, window=window_of(settings))))
 
 
 def _gemma3(settings: Settings) -> list[Layer]:
     settings.said("attn_logit_softcapping", "sliding_window_pattern")  # not made use of; in layer_types
     ropes = read_ropes(settings, head_dim_of(settings), KINDS)
     full, sliding = (_gemma_layer(settings, ropes[kind], qk_norm=read_norm(settings, offset=True)) for kind in KINDS)
-    return of_kinds(settings, full, replace(sliding, attention=replace(sliding.attention, window=window_of(settings))))
+    return of_kinds(settings, full, replace(sliding, mixer=replace(sliding.attention, window=window_of(settings))))
 
 
 def _mixtral(settings: Settings) -> list[Layer]:
@@ -188,7 +191,24 @@ def _windowed(settings: Settings, attention: Attention) -> list[Layer]:
     settings.said("use_sliding_window", "max_window_layers")  # layer_types says what follows of them
     norm = read_norm(settings)
     own = Layer(attention, read_gated(settings), (norm, norm))
-    return of_kinds(settings, own, replace(own, attention=replace(attention, window=window_of(settings))))
+    return of_kinds(settings, own, replace(own, mixer=replace(attention, window=window_of(settings))))
+
+
+def _mellum(settings: Settings) -> list[Layer]:
+    settings.said("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")  # of layers behind the model's own
+    ropes, norm = read_ropes(settings, head_dim_of(settings), KINDS, partial=True), read_norm(settings)
+    own = read_attention(settings, bias=biases_of(settings), qk_norm=norm, rope=ropes["full_attention"])
+    sliding = replace(own, rope=ropes["sliding_attention"], window=window_of(settings))
+    experts = read_experts(settings, "num_experts", "moe_intermediate_size")
+    mlps: dict[str, Mlp] = {"sparse": experts, "dense": read_gated(settings)}
+    each = {
+        kind: of_kinds(settings, Layer(own, mlp, (norm, norm)), Layer(sliding, mlp, (norm, norm)))
+        for kind, mlp in mlps.items()
+    }
+    kinds = settings.get("mlp_layer_types") or ()
+    if len(kinds) != len(each["sparse"]) or not {*kinds} <= mlps.keys():
+        raise CheckpointError(f"{settings.where} says mlp_layer_types {shown(kinds)}, one of sparse and dense a layer")
+    return [each[kind][number] for number, kind in enumerate(kinds)]
 
 
 def _gemma_layer(settings: Settings, rope: Rope, **more: Any) -> Layer:
@@ -220,7 +240,10 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family("Gemma2ForCausalLM", _gemma2, AROUND, *_GEMMA),
     "gemma3_text": Family("Gemma3ForCausalLM", _gemma3, AROUND, *_GEMMA),
     "glm4": Family("Glm4ForCausalLM", glm4, GLM4),
+    "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe),
     "granite": Family("GraniteForCausalLM", granite, scales=granite_scales),
+    "lfm2": Family("Lfm2ForCausalLM", lfm2, LFM2),
+    "mellum": Family("MellumForCausalLM", _mellum),
     "mixtral": Family("MixtralForCausalLM", _mixtral, MIXTRAL),
     "olmo2": Family("Olmo2ForCausalLM", olmo2, AFTER),
     "olmo3": Family("Olmo3ForCausalLM", olmo3, AFTER),

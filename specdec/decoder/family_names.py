@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdec.decoder.names import DECODER, Names
 
-__all__ = ["AFTER", "AROUND", "GLM4", "MIXTRAL", "NEIGHBOURS", "PHI3", "STARCODER2"]
+__all__ = ["AFTER", "AROUND", "GLM4", "LFM2", "MIXTRAL", "NEIGHBOURS", "PHI3", "STARCODER2"]
 
 AROUND = Names(
     {
@@ -12,6 +12,20 @@ AROUND = Names(
         "after.attention": ("layers.{layer}.post_attention_layernorm",),
         "before.mlp": ("layers.{layer}.pre_feedforward_layernorm",),
         "after.mlp": ("layers.{layer}.post_feedforward_layernorm",),
+    }
+)
+LFM2 = Names(
+    {
+        **DECODER,
+        "norm": ("embedding_norm",),
+        "before.attention": ("layers.{layer}.operator_norm",),
+        "before.mlp": ("layers.{layer}.ffn_norm",),
+        "attention.o": ("layers.{layer}.self_attn.out_proj",),
+        **{f"attention.{one}_norm": (f"layers.{{layer}}.self_attn.{one}_layernorm",) for one in "qk"},
+        **{
+            f"mlp.{part}": (f"layers.{{layer}}.feed_forward.{name}",)
+            for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
     }
 )
 MIXTRAL = Names(

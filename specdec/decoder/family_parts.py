@@ -17,6 +17,7 @@ __all__ = [
     "biased_layer_norm",
     "biased_mlp",
     "biases_of",
+    "by_type",
     "head_dim_of",
     "layer_norm",
     "of_kinds",
@@ -44,7 +45,7 @@ def read_attention(settings: Settings, *, partial: bool = False, **more: Any) ->
             f"{settings.where} says num_attention_heads {heads}, which its num_key_value_heads {kv_heads} do not divide"
         )
     rope = more.pop("rope", None) or read_rope(settings, head_dim, partial=partial)
-    if rope.dim % 2 or (rope.dim != head_dim and not partial):
+    if rope.dim != head_dim and not partial:
         raise UnknownDecoder(f"{settings.where} turns {rope.dim} of the {head_dim} values of a head")
     return Attention(heads, kv_heads, head_dim, more.pop("scale", head_dim**-0.5), rope, **more)
 
@@ -65,7 +66,8 @@ def window_of(settings: Settings) -> int | None:
 
 
 def read_norm(settings: Settings, *, offset: bool = False) -> Norm:
-    return Norm(settings.number("rms_norm_eps"), 1.0 if offset else 0.0)
+    key = "rms_norm_eps" if settings.declares("rms_norm_eps") else "norm_eps"
+    return Norm(settings.number(key), 1.0 if offset else 0.0)
 
 
 def layer_norm(settings: Settings) -> Norm:
@@ -104,15 +106,21 @@ def alike(settings: Settings, attention: Attention, mlp: Mlp, *, offset: bool = 
 
 
 def of_kinds(settings: Settings, full: Layer, sliding: Layer) -> list[Layer]:
+    """Layers of which some have a window."""
+    layers = by_type(settings, dict(zip(KINDS, (full, sliding), strict=True)))
+    if sliding.attention.window is None and "sliding_attention" in settings.get("layer_types"):
+        raise CheckpointError(f"{settings.where} has sliding_attention layers and no sliding_window; mend it")
+    return layers
+
+
+def by_type(settings: Settings, known: Mapping[str, Layer]) -> list[Layer]:
     """The layer of each kind in ``layer_types``."""
     kinds, layers = settings.get("layer_types"), settings.count("num_hidden_layers")
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
         raise CheckpointError(f"{settings.where} has {layers} layers and says layer_types {shown(kinds)}; mend it")
-    if strange := [kind for kind in kinds if kind not in KINDS]:
+    if strange := [kind for kind in kinds if kind not in known]:
         raise UnknownDecoder(f"{settings.where} has layers of the type {shown(strange[0])}")
-    if "sliding_attention" in kinds and sliding.attention.window is None:
-        raise CheckpointError(f"{settings.where} has sliding_attention layers and no sliding_window; mend it")
-    return [full if kind == "full_attention" else sliding for kind in kinds]
+    return [known[kind] for kind in kinds]
 
 
 def biased_mlp(settings: Settings, key: str = "mlp_bias") -> Gated:

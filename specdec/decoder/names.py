@@ -11,21 +11,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specdec.decoder.spec import DecoderSpec, Experts, Layer, Norm, Plain
+from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer, Norm, Plain, ShortConv
 
-__all__ = ["DECODER", "FUSED", "Names", "Weight", "shapes_of"]
+__all__ = ["CHOICE", "DECODER", "FUSED", "Names", "Weight", "shapes_of"]
 
 Shape = tuple[int, ...]
 
 
 class Weight(NamedTuple):
-    """A tensor of a decoder: of which part, layer and expert; ``kind`` is ``weight`` or ``bias``."""
+    """A tensor of a decoder: of which part, layer and expert; ``kind`` is ``weight``, ``bias`` or ``CHOICE``."""
 
     part: str
     layer: int | None = None
     expert: int | None = None
     kind: str = "weight"
 
+
+CHOICE = "e_score_correction_bias"
+"""Kind of a router's bias, which no share of an expert has; to transformers it is a buffer and no parameter."""
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "experts.gate_up": ("experts.gate", "experts.up"),
@@ -43,6 +46,9 @@ DECODER: Mapping[str, tuple[str, ...]] = {
     "attention.o": ("layers.{layer}.self_attn.o_proj",),
     "attention.q_norm": ("layers.{layer}.self_attn.q_norm",),
     "attention.k_norm": ("layers.{layer}.self_attn.k_norm",),
+    "conv.in": ("layers.{layer}.conv.in_proj",),
+    "conv.taps": ("layers.{layer}.conv.conv",),
+    "conv.out": ("layers.{layer}.conv.out_proj",),
     "before.mlp": ("layers.{layer}.post_attention_layernorm",),
     "mlp.gate": ("layers.{layer}.mlp.gate_proj",),
     "mlp.up": ("layers.{layer}.mlp.up_proj",),
@@ -51,6 +57,9 @@ DECODER: Mapping[str, tuple[str, ...]] = {
     "experts.gate": ("layers.{layer}.mlp.experts.{expert}.gate_proj",),
     "experts.up": ("layers.{layer}.mlp.experts.{expert}.up_proj",),
     "experts.down": ("layers.{layer}.mlp.experts.{expert}.down_proj",),
+    "shared.gate": ("layers.{layer}.mlp.shared_experts.gate_proj",),
+    "shared.up": ("layers.{layer}.mlp.shared_experts.up_proj",),
+    "shared.down": ("layers.{layer}.mlp.shared_experts.down_proj",),
 }
 """Part -> its module in the decoder, as most families have it."""
 
@@ -117,11 +126,30 @@ def _norm_shapes(part: str, norm: Norm | None, hidden: int) -> Iterator[tuple[We
 
 
 def _layer_shapes(layer: Layer, hidden: int) -> Iterator[tuple[Weight, Shape]]:
-    own, mlp = layer.attention, layer.mlp
-    queries, keys = own.heads * own.head_dim, own.kv_heads * own.head_dim
+    mlp = layer.mlp
     for place, norms in (("before", layer.before), ("after", layer.after or ())):
         for part, norm in zip(("attention", "mlp"), norms, strict=False):
             yield from _norm_shapes(f"{place}.{part}", norm, hidden)
+    yield from _attention(layer.mixer, hidden) if isinstance(layer.mixer, Attention) else _conv(layer.mixer, hidden)
+    widths = (("gate", mlp.width, hidden), ("up", mlp.width, hidden), ("down", hidden, mlp.width))
+    if isinstance(mlp, Experts):
+        yield Weight("experts.router"), (mlp.count, hidden)
+        for expert in range(mlp.count):
+            yield from ((Weight(f"experts.{name}", expert=expert), (rows, size)) for name, rows, size in widths)
+        if mlp.router:
+            yield Weight("experts.router", kind=CHOICE), (mlp.count,)
+        if mlp.shared:
+            widths = (("gate", mlp.shared, hidden), ("up", mlp.shared, hidden), ("down", hidden, mlp.shared))
+            yield from ((Weight(f"shared.{name}"), (rows, size)) for name, rows, size in widths)
+        return
+    for name, outputs, inputs in widths[isinstance(mlp, Plain) :]:
+        yield Weight(f"mlp.{name}"), (outputs, inputs)
+        if mlp.bias:
+            yield Weight(f"mlp.{name}", kind="bias"), (outputs,)
+
+
+def _attention(own: Attention, hidden: int) -> Iterator[tuple[Weight, Shape]]:
+    queries, keys = own.heads * own.head_dim, own.kv_heads * own.head_dim
     sizes = (("q", queries, hidden), ("k", keys, hidden), ("v", keys, hidden), ("o", hidden, queries))
     for name, outputs, inputs in sizes:
         yield Weight(f"attention.{name}"), (outputs, inputs)
@@ -130,13 +158,11 @@ def _layer_shapes(layer: Layer, hidden: int) -> Iterator[tuple[Weight, Shape]]:
     if own.qk_norm:
         yield Weight("attention.q_norm"), (queries if own.norms_all else own.head_dim,)
         yield Weight("attention.k_norm"), (keys if own.norms_all else own.head_dim,)
-    widths = (("gate", mlp.width, hidden), ("up", mlp.width, hidden), ("down", hidden, mlp.width))
-    if isinstance(mlp, Experts):
-        yield Weight("experts.router"), (mlp.count, hidden)
-        for expert in range(mlp.count):
-            yield from ((Weight(f"experts.{name}", expert=expert), (rows, size)) for name, rows, size in widths)
-        return
-    for name, outputs, inputs in widths[isinstance(mlp, Plain) :]:
-        yield Weight(f"mlp.{name}"), (outputs, inputs)
-        if mlp.bias:
-            yield Weight(f"mlp.{name}", kind="bias"), (outputs,)
+
+
+def _conv(own: ShortConv, hidden: int) -> Iterator[tuple[Weight, Shape]]:
+    shapes = {"in": (3 * hidden, hidden), "taps": (hidden, 1, own.width), "out": (hidden, hidden)}
+    for name, shape in shapes.items():
+        yield Weight(f"conv.{name}"), shape
+        if own.bias:
+            yield Weight(f"conv.{name}", kind="bias"), shape[:1]

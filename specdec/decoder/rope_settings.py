@@ -29,19 +29,19 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
 
 
 def read_rope(settings: Settings, head_dim: int, *, partial: bool = False) -> Rope:
-    """The one kind of rotary positions of a model; ``partial``: plain ones may be of a part of a head, too.
+    """The one kind of rotary positions of a model; ``partial``: its plain frequencies may be of a part of a head.
 
     Raises:
         UnknownDecoder: a kind of scaling that is not described.
         CheckpointError: a value is missing, or no number.
     """
-    return _rope(settings, "rope_parameters", _parameters(settings), head_dim, partial=partial)
+    return _rope(settings, "rope_parameters", _parameters(settings), head_dim, partial)
 
 
-def read_ropes(settings: Settings, head_dim: int, kinds: tuple[str, ...]) -> dict[str, Rope]:
-    """Those of each kind of layer; errors as of :func:`read_rope`."""
+def read_ropes(settings: Settings, head_dim: int, kinds: tuple[str, ...], *, partial: bool = False) -> dict[str, Rope]:
+    """Those of each kind of layer; as :func:`read_rope`."""
     own = _parameters(settings)
-    return {kind: _rope(settings, f"rope_parameters[{kind!r}]", own.get(kind), head_dim) for kind in kinds}
+    return {kind: _rope(settings, f"rope_parameters[{kind!r}]", own.get(kind), head_dim, partial) for kind in kinds}
 
 
 def rope_context(settings: Settings) -> int:
@@ -77,7 +77,7 @@ def _kind(own: Mapping[str, Any]) -> str:
     return str(own.get("rope_type") or own.get("type") or "default")
 
 
-def _rope(settings: Settings, where: str, own: Any, head_dim: int, *, partial: bool = False) -> Rope:
+def _rope(settings: Settings, where: str, own: Any, head_dim: int, partial: bool) -> Rope:
     if not isinstance(own, Mapping):
         raise CheckpointError(f"{settings.where} says {where} {shown(own)}, and it must be a table; mend its config")
     kind = _kind(own)

@@ -22,11 +22,14 @@ __all__ = [
     "Linear",
     "Llama3",
     "LongRope",
+    "Mixer",
     "Mlp",
     "Norm",
     "Plain",
     "Rope",
     "RopeScaling",
+    "ShortConv",
+    "Sigmoid",
     "UnknownDecoder",
     "Yarn",
 ]
@@ -113,7 +116,7 @@ RopeScaling = Linear | Dynamic | Llama3 | Yarn | LongRope
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of the first ``dim`` values of a head: its halves turn by frequencies base^(-2i / dim)."""
+    """Rotary positions of a head's first ``dim`` values, or of none: halves turn by frequencies base^(-2i / dim)."""
 
     dim: int
     base: float
@@ -122,13 +125,13 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention, with rotary positions or none.
+    """Attention with rotary positions.
 
     Attributes:
         heads, kv_heads: of queries; of keys and values.
         head_dim: of queries, keys and values.
         scale: of scores.
-        rope: positions; None for none.
+        rope: positions.
         window: a row sees keys less than ``window`` positions before it; None: all keys before it.
         cap: of scores, by a tanh; 0 for none.
         qk_norm: of queries and keys before they turn; None for none.
@@ -140,12 +143,28 @@ class Attention:
     kv_heads: int
     head_dim: int
     scale: float
-    rope: Rope | None
+    rope: Rope
     window: int | None = None
     cap: float = 0.0
     qk_norm: Norm | None = None
     norms_all: bool = False
     bias: tuple[bool, bool] = (False, False)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A gated short convolution (LFM2): of b, c and x, which one product makes, c times the convolved b * x.
+
+    Attributes:
+        width: a channel of a row is made of its own and of those at the ``width`` - 1 positions before it.
+        bias: of both products and of the convolution.
+    """
+
+    width: int
+    bias: bool = False
+
+
+Mixer = Attention | ShortConv
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +186,27 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
+class Sigmoid:
+    """Experts are chosen by the sigmoid of a logit plus a bias; shares are without it (DeepSeek-V3, arXiv 2412.19437).
+
+    Only those in the ``best`` of ``groups`` equal groups are, by the sum of each group's two largest. Shares are
+    multiplied by ``scale``.
+    """
+
+    groups: int
+    best: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Gated MLPs without biases, of which each row has the ``chosen`` likeliest of ``count``.
 
-    A router's softmax says how likely. ``norm``: the shares of a row's experts add up to one, else those of all do.
+    Attributes:
+        act, width, count, chosen: as said.
+        norm: the shares of a row's experts add up to one; else they are what the router says.
+        router: what says how likely; None for the softmax of a logit for each.
+        shared: width of one more, which each row has in full; 0 for none.
     """
 
     act: Activation
@@ -178,6 +214,8 @@ class Experts:
     count: int
     chosen: int
     norm: bool
+    router: Sigmoid | None = None
+    shared: int = 0
 
 
 Mlp = Gated | Plain | Experts
@@ -185,21 +223,28 @@ Mlp = Gated | Plain | Experts
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer, whose attention and MLP are added to the residual one after the other.
+    """A decoder layer, whose mixer and MLP are added to the residual one after the other.
 
     Attributes:
-        before: norms of what attention and the MLP read; None where one reads the residual as it is.
+        mixer: what brings tokens together; the part of a layer that plans and weights call attention.
+        before: norms of what mixer and MLP read; None where one reads the residual as it is.
         after: norms of what they add; None for none.
         scale: of what they add.
-        parallel: the MLP reads what attention reads, and nothing of what attention adds.
+        parallel: the MLP reads what the mixer reads, and nothing of what that adds.
     """
 
-    attention: Attention
+    mixer: Mixer
     mlp: Mlp
     before: tuple[Norm | None, Norm | None]
     after: tuple[Norm, Norm] | None = None
     scale: float = 1.0
     parallel: bool = False
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer, of a layer that has attention."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,5 +300,9 @@ class DecoderSpec:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary positions, each once."""
-        every = (layer.attention.rope for layer in self.layers)
-        return tuple(dict.fromkeys(rope for rope in every if rope is not None))
+        return tuple(dict.fromkeys(own.rope for own in self.attentions))
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Of the layers that have attention."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))

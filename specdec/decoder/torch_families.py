@@ -1,4 +1,4 @@
-"""Families whose layers torch alone computes: other norms, layers without positions, scales, parts of heads."""
+"""Families whose layers torch alone computes: other norms, no positions or those of a part, scales, convolutions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from specdec.decoder.family_parts import (
     biased_layer_norm,
     biased_mlp,
     biases_of,
+    by_type,
     head_dim_of,
     layer_norm,
     of_kinds,
     read_activation,
     read_attention,
+    read_experts,
     read_gated,
     read_norm,
     window_of,
 )
-from specdec.decoder.rope_settings import read_ropes
+from specdec.decoder.rope_settings import read_rope, read_ropes
 from specdec.decoder.settings import Settings
-from specdec.decoder.spec import Layer, Plain
+from specdec.decoder.spec import Gated, Layer, Plain, ShortConv, Sigmoid
 from specdec.errors import CheckpointError, shown
 
 __all__ = [
@@ -30,8 +32,10 @@ __all__ = [
     "cohere2",
     "exaone4",
     "glm4",
+    "glm4_moe",
     "granite",
     "granite_scales",
+    "lfm2",
     "logit_scale",
     "olmo2",
     "olmo3",
@@ -57,7 +61,7 @@ def smollm3(settings: Settings) -> list[Layer]:
     settings.said("sliding_window")
     norm, attention = read_norm(settings), read_attention(settings, bias=biases_of(settings))
     own = Layer(attention, biased_mlp(settings), (norm, norm))
-    layers = of_kinds(settings, own, replace(own, attention=replace(attention, window=window)))
+    layers = of_kinds(settings, own, replace(own, mixer=replace(attention, window=window)))
     turns = settings.get("no_rope_layers")
     if not isinstance(turns, list | tuple) or len(turns) < len(layers):
         raise CheckpointError(
@@ -68,7 +72,7 @@ def smollm3(settings: Settings) -> list[Layer]:
 
 
 def _without_rope(layer: Layer) -> Layer:
-    return replace(layer, attention=replace(layer.attention, rope=None))
+    return replace(layer, mixer=replace(layer.attention, rope=replace(layer.attention.rope, dim=0)))
 
 
 def phi3(settings: Settings) -> list[Layer]:
@@ -91,7 +95,7 @@ def olmo2(settings: Settings) -> list[Layer]:
 def olmo3(settings: Settings) -> list[Layer]:
     ropes = read_ropes(settings, head_dim_of(settings), KINDS)
     full, sliding = (_normed_after(settings, rope=ropes[kind]) for kind in KINDS)
-    return of_kinds(settings, full, replace(sliding, attention=replace(sliding.attention, window=window_of(settings))))
+    return of_kinds(settings, full, replace(sliding, mixer=replace(sliding.attention, window=window_of(settings))))
 
 
 def _normed_after(settings: Settings, **more: Any) -> Layer:
@@ -106,7 +110,7 @@ def exaone4(settings: Settings) -> list[Layer]:
     norm, window = read_norm(settings), window_of(settings)
     own = Layer(read_attention(settings, qk_norm=norm), read_gated(settings), (None, None), (norm, norm))
     full = own if window is None else _without_rope(own)
-    return of_kinds(settings, full, replace(own, attention=replace(own.attention, window=window)))
+    return of_kinds(settings, full, replace(own, mixer=replace(own.attention, window=window)))
 
 
 def cohere(settings: Settings) -> list[Layer]:
@@ -116,7 +120,7 @@ def cohere(settings: Settings) -> list[Layer]:
 
 def cohere2(settings: Settings) -> list[Layer]:
     own = _beside(settings)
-    sliding = replace(own, attention=replace(own.attention, window=window_of(settings)))
+    sliding = replace(own, mixer=replace(own.attention, window=window_of(settings)))
     return of_kinds(settings, _without_rope(own), sliding)
 
 
@@ -136,3 +140,30 @@ def starcoder2(settings: Settings) -> list[Layer]:
 
 def logit_scale(settings: Settings) -> tuple[float, float]:
     return 1.0, settings.number("logit_scale")
+
+
+def lfm2(settings: Settings) -> list[Layer]:
+    settings.said("full_attn_idxs")  # in layer_types
+    width, norm = settings.count("intermediate_size"), read_norm(settings)
+    multiple, factor = settings.count("block_multiple_of"), settings.get("block_ffn_dim_multiplier")
+    if settings.get("block_auto_adjust_ff_dim"):
+        width = int(2 * width / 3)
+        width = width if factor is None else -(-int(factor * width) // multiple) * multiple
+    own = Layer(read_attention(settings, qk_norm=norm), Gated("silu", width), (norm, norm))
+    mixer = ShortConv(settings.count("conv_L_cache"), bool(settings.get("conv_bias")))
+    return by_type(settings, {"full_attention": own, "conv": replace(own, mixer=mixer)})
+
+
+def glm4_moe(settings: Settings) -> list[Layer]:
+    settings.said("num_mtp_layers")  # behind the model's own
+    norm, rope = read_norm(settings), read_rope(settings, head_dim_of(settings), partial=True)
+    normed = norm if settings.get("use_qk_norm") else None
+    attention = read_attention(settings, partial=True, bias=(biases_of(settings)[0], False), qk_norm=normed, rope=rope)
+    router = Sigmoid(settings.count("n_group"), settings.count("topk_group"), settings.number("routed_scaling_factor"))
+    experts = read_experts(settings, "n_routed_experts", "moe_intermediate_size")
+    if experts.count % router.groups or (router.best < router.groups and experts.count < 2 * router.groups):
+        raise CheckpointError(f"{settings.where} says n_group {router.groups} of its {experts.count} experts; mend it")
+    experts = replace(experts, router=router, shared=experts.width * int(settings.get("n_shared_experts") or 0))
+    dense, mixed = (Layer(attention, mlp, (norm, norm)) for mlp in (read_gated(settings), experts))
+    first = int(settings.get("first_k_dense_replace") or 0)
+    return [dense if number < first else mixed for number in range(settings.count("num_hidden_layers"))]

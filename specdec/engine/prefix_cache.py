@@ -36,6 +36,7 @@ class KeptText:
         taps: layer -> pieces [n, D] of the hidden states of its cached tokens, for drafters that want them.
         known: layer -> how many of these tokens, from the first one on.
         forgoes: whether its drafting session can do without hidden states of the tokens that it copies.
+        salt: texts of one salt share beginnings with each other only.
     """
 
     target: Target
@@ -45,6 +46,7 @@ class KeptText:
     taps: dict[int, list[torch.Tensor]]
     known: dict[int, int] = field(default_factory=dict)
     forgoes: bool = False
+    salt: str = ""
 
     def begin(self, hidden: Mapping[int, torch.Tensor]) -> None:
         """Have the hidden states [n, D] of the first tokens, which were copied."""
@@ -65,7 +67,7 @@ class KeptText:
 
     def shared(self, other: KeptText) -> int:
         """How many tokens of this one a text that begins now may copy and go on from; its last is the root."""
-        if self.target is not other.target or self.version != other.version:
+        if self.target is not other.target or self.version != other.version or self.salt != other.salt:
             return 0
         # A text that was interrupted in the middle of a step may have committed more than it noted, or less.
         known = self.cache.length if other.forgoes else min(self.cache.length, self._seen(other.taps))
@@ -144,8 +146,17 @@ class PrefixCache(NotCopied):
         Returns:
             The kept text, and the hidden states that are known of the copied tokens: layer -> [n, D], of the first n.
         """
-        text = KeptText(target, target.version(), cache, tokens, {layer: [] for layer in taps}, forgoes=forgoes)
+        none: dict[int, list[torch.Tensor]] = {layer: [] for layer in taps}
+        version = target.version()
+        text = self._new(target=target, version=version, cache=cache, tokens=tokens, taps=none, forgoes=forgoes)
+        text.begin(hidden := self._taken(text))
+        return text, hidden
+
+    def _new(self, **text: Any) -> KeptText:
+        """A text that begins; ``text``: its attributes."""
+        return KeptText(**text)
+
+    def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
+        """Fill a text's empty cache with what is known of its beginning, and keep the text; the hidden states."""
         former, self._kept = self._kept, text
-        hidden = former and former.give(text)
-        text.begin(hidden or {})
-        return text, hidden or {}
+        return (former and former.give(text)) or {}

@@ -19,14 +19,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from threading import RLock
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from specdec.engine.prefix_cache import KeptText, PrefixCache, alike
 from specdec.settings.parsing import check_positive
-from specdec.step.cache import KVCache, LayerState
-from specdec.step.state import Piece
+from specdec.step.state import LayerState, Piece
 from specdec.target import Target
 
 __all__ = ["PrefixTree"]
@@ -109,28 +108,17 @@ class _Text(KeptText):
         self.tree.keep(self)
 
 
-class _Version(NamedTuple):
-    """What a text's keys and values hang on beside its tokens: the model as it is, and the salt of those who share."""
-
-    model: object
-    salt: str
-
-
-def _version(text: KeptText) -> _Version:
-    assert isinstance(text.version, _Version)
-    return text.version
-
-
 class _Salted(PrefixCache):
     """A tree for the texts of one salt."""
 
     def __init__(self, tree: PrefixTree, salt: str) -> None:
         self._tree, self._salt = tree, salt
 
-    def begin(
-        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int], *, forgoes: bool = False
-    ) -> tuple[KeptText, dict[int, torch.Tensor]]:
-        return self._tree.begin(target, cache, tokens, taps, forgoes=forgoes, salt=self._salt)
+    def _new(self, **text: Any) -> KeptText:
+        return self._tree._new(**text, salt=self._salt)
+
+    def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
+        return self._tree._taken(text)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +126,7 @@ class _Running:
     """A text that may go on: what is known of it, and whether its sequence, which has the text, still is there."""
 
     known: KeptText
-    text: weakref.ref[_Text]
+    text: weakref.ref[KeptText]
 
 
 class PrefixTree(PrefixCache):
@@ -200,34 +188,25 @@ class PrefixTree(PrefixCache):
         """
         return _Salted(self, salt) if salt else self
 
-    def begin(
-        self,
-        target: Target,
-        cache: KVCache,
-        tokens: Sequence[int],
-        taps: Collection[int],
-        *,
-        forgoes: bool = False,
-        salt: str = "",
-    ) -> tuple[KeptText, dict[int, torch.Tensor]]:
-        """As :meth:`specdec.engine.prefix_cache.PrefixCache.begin`."""
-        version, none = _Version(target.version(), salt), {layer: list[torch.Tensor]() for layer in taps}
-        text = _Text(target, version, cache, tokens, none, forgoes=forgoes)
-        object.__setattr__(text, "tree", self)
+    def _new(self, **text: Any) -> KeptText:
+        made = _Text(**text)
+        object.__setattr__(made, "tree", self)
+        return made
+
+    def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
         with self._lock:
             self._sweep()
             hidden = self._take(text)
-            self._running = [one for one in self._running if one.known.cache is not cache]  # where it looks again
-            known = KeptText(target, text.version, cache, tokens, text.taps, text.known)
-            self._running.append(_Running(known, weakref.ref(text)))
-        text.begin(hidden)
-        return text, hidden
+            self._running = [one for one in self._running if one.known.cache is not text.cache]  # where it looks again
+            same = text.target, text.version, text.cache, text.tokens, text.taps, text.known
+            self._running.append(_Running(KeptText(*same, salt=text.salt), weakref.ref(text)))
+        return hidden
 
     def keep(self, text: KeptText) -> None:
         """Have what was run of a text that goes on no more."""
         with self._lock:
             self._running = [one for one in self._running if one.known.cache is not text.cache]
-            if _version(text).model == text.target.version():
+            if text.version == text.target.version():
                 self._insert(text)
 
     def _sweep(self) -> None:
@@ -240,7 +219,7 @@ class PrefixTree(PrefixCache):
 
     def _root(self, text: KeptText) -> _Node:
         """What begins all texts of a model as it is now; whatever was known of it as it was before is forgotten."""
-        place = id(text.target), _version(text).salt
+        place = id(text.target), text.salt
         target, version, root = self._roots.get(place, (None, None, None))
         if root is None or target is not text.target or version != text.version:
             if root is not None:

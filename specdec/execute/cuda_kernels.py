@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Gated, Head, Layer, Norm, Rope
+from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Gated, Head, Layer, Norm
 from specdec.errors import SpecdecWarning, first_line
 from specdec.execute.knobs import unlike
 from specdec.step import device_copies
@@ -31,8 +31,7 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
 
 def kernels_for(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> ModuleType | None:
     """The kernels, tried on the decoder's heads; None, with a warning, if they are missing or fail."""
-    every = (layer.attention for layer in spec.layers)
-    shapes = {(own.heads, own.kv_heads, own.head_dim, own.qk_norm is not None) for own in every}
+    shapes = {(own.heads, own.kv_heads, own.head_dim, own.qk_norm is not None) for own in spec.attentions}
     return layer_kernels(device, dtype, frozenset(shapes))
 
 
@@ -52,13 +51,13 @@ def _computed(spec: DecoderSpec) -> DecoderSpec:
 
 
 def _computed_layer(layer: Layer) -> Layer:
-    own, mlp = layer.attention, layer.mlp
-    attention = Attention(
+    own, mlp = layer.mixer, layer.mlp
+    attention: Any = isinstance(own, Attention) and Attention(
         own.heads,
         own.kv_heads,
         own.head_dim,
         own.scale,
-        Rope(own.head_dim, 1.0) if own.rope is None else replace(own.rope, dim=own.head_dim),
+        replace(own.rope, dim=own.head_dim),
         window=own.window,
         qk_norm=None if own.qk_norm is None else Norm(own.qk_norm.eps),
         bias=own.bias,

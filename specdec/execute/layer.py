@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Layer
+from specdec.decoder.spec import Activation, Attention, Experts, Layer, Mixer, Sigmoid
 from specdec.execute.norm import normed_heads
 from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step import device_copies
 from specdec.step.step_io import Part
 
 __all__ = [
+    "APART",
+    "ByRow",
     "ExpertWeights",
     "GatedWeights",
     "LayerWeights",
@@ -35,11 +37,23 @@ __all__ = [
     "layer_around",
 ]
 
-Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]."""
+Mix = Callable[..., torch.Tensor]
+"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]. Of a
+convolution: inputs [T, D] -> convolved [T, D]."""
 
 ByRow = Callable[[torch.Tensor], torch.Tensor]
 """[T, D] -> [T, D], such as :class:`specdec.execute.norm.RmsNorm`."""
+
+
+def _same(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+APART: tuple[ByRow, ByRow] = (_same, _same)
+"""``LayerWeights.after`` of layers whose products are rounded before they are added, and are no part of the sum.
+
+So do heads, as their authors' code does, and training, whose residual keeps its precision under autocast.
+"""
 
 _ACTS: Mapping[Activation, ByRow] = {
     "silu": F.silu,
@@ -67,10 +81,19 @@ class PlainWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """``router``: [D] to a logit for each expert."""
+    """Of all experts.
+
+    Attributes:
+        router: [D] to a logit for each expert.
+        each: of each.
+        bias: [E] what is added when experts are chosen by sigmoids, in full precision, as the router then is.
+        shared: of the one that each row has, if any.
+    """
 
     router: LinearKernel
     each: Sequence[GatedWeights]
+    bias: torch.Tensor | None = None
+    shared: GatedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,13 +101,14 @@ class LayerWeights:
     """What a layer multiplies by; a part that never runs has none.
 
     Attributes:
-        before: norms of what attention and the MLP read, or whatever else comes before them, a convolution in a norm's
-            place; None where they read rows as they are.
+        before: norms of what mixer and MLP read, or whatever else comes before them, a convolution in a norm's place;
+            None where they read rows as they are.
         after: the same of what they add, where the layer has these.
-        qkv: queries, keys and values in one product.
-        out: after attention.
+        qkv: queries, keys and values in one product; of a convolution its two gates and what they are between.
+        out: after the mixer.
         heads: [H + G, 1, d] norms of queries and keys, offset included, where the layer has these.
         mlp: of one MLP, or of experts.
+        taps: [W, D] of a convolution, the oldest first, and its bias [D], if it has one.
     """
 
     before: tuple[ByRow | None, ByRow | None]
@@ -93,6 +117,7 @@ class LayerWeights:
     out: LinearKernel | None
     heads: torch.Tensor | None
     mlp: GatedWeights | PlainWeights | ExpertWeights | None
+    taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
 
 def layer(
@@ -112,13 +137,13 @@ def layer(
         spec: what it computes.
         weights: by what.
         hidden: [T, D]; [N, D] where ``reads`` are of other rows, too, which have keys and values alone.
-        angles: rotary positions [T, d], if there are any.
-        mix: attention.
+        angles: rotary positions [T, d]; not read by a convolution.
+        mix: attention, or the convolution.
         parts: what runs.
         reads: [T, I] what queries, keys and values are made of, where that is not ``hidden`` normed (EAGLE).
         wanted: the N rows that go on, for which ``mix`` gives [1, H, N, d]; the others are only attended to.
     """
-    attend = partial(attention, spec.attention, weights, angles=angles, mix=mix)
+    attend = partial(_mixed, spec.mixer, weights, angles=angles, mix=mix)
     return layer_around(spec, weights, hidden, attend, parts, reads=reads, wanted=wanted)
 
 
@@ -172,16 +197,24 @@ def _scaled(values: torch.Tensor, scale: float) -> torch.Tensor:
     return values if scale == 1.0 else values * scale
 
 
-def attention(
-    own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles | None, mix: Mix
-) -> torch.Tensor:
+def _mixed(own: Mixer, weights: LayerWeights, reads: torch.Tensor, angles: Angles | None, mix: Mix) -> torch.Tensor:
+    """What attention gives, or a convolution [T, D], for rows [T, I]."""
+    if isinstance(own, Attention):
+        assert angles is not None
+        return attention(own, weights, reads, angles, mix)
+    assert weights.qkv is not None
+    before, after, inputs = weights.qkv(reads).chunk(3, -1)
+    return after * mix(before * inputs)
+
+
+def attention(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:
     """[N, H d] what attention gives, for rows [T, I]."""
     mixed = mix(*heads_of(own, weights, reads, angles))
     return mixed.transpose(1, 2).flatten(2)[0]
 
 
 def heads_of(
-    own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles | None
+    own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [1, H, T, d], and keys and values [1, G, T, d], at their positions, of rows [T, I]."""
     assert weights.qkv is not None
@@ -202,13 +235,12 @@ def keys_values(
 
 
 def _turned(
-    own: Attention, found: torch.Tensor, turning: int, by: torch.Tensor | None, angles: Angles | None
+    own: Attention, found: torch.Tensor, turning: int, by: torch.Tensor | None, angles: Angles
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first ``turning`` heads [1, ., T, d] of rows [T, . d], normed and at their positions; and the other heads."""
     heads = found.view(1, len(found), -1, own.head_dim).transpose(1, 2)
     turned = heads[:, :turning]
-    turned = turned if by is None else _normed(own, turned, by)
-    return (turned if angles is None else rotate(turned, angles)), heads[:, turning:]
+    return rotate(turned if by is None else _normed(own, turned, by), angles), heads[:, turning:]
 
 
 def _normed(own: Attention, heads: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -235,15 +267,37 @@ def _between(act: Activation, weights: GatedWeights | PlainWeights, normed: torc
 
 def _by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tensor:
     """[T, D] the sum of what each row's experts give, by their shares."""
-    logits = weights.router(normed)
-    shares = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    shares, chosen = shares.topk(spec.chosen, -1)
+    if spec.router is None:
+        logits = weights.router(normed)
+        shares = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        shares, chosen = shares.topk(spec.chosen, -1)
+    else:
+        shares, chosen = _by_sigmoids(spec.router, spec.chosen, weights, normed)
     if spec.norm:
         shares = shares / shares.sum(-1, keepdim=True)
-    total = torch.zeros_like(normed)
+    if spec.router is not None:
+        shares = shares * spec.router.scale
+    shared = weights.shared
+    total = torch.zeros_like(normed) if shared is None else shared.down(_between(spec.act, shared, normed))
     for number in sorted({*chosen.flatten().tolist()}):
         rows, rank = torch.where(chosen == number)
         expert = weights.each[number]
         own = expert.down(_between(spec.act, expert, normed[rows])) * shares[rows, rank, None]
         total = total.index_add(0, rows, own.to(total.dtype))
     return total
+
+
+def _by_sigmoids(
+    own: Sigmoid, count: int, weights: ExpertWeights, normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, count] sigmoids of the experts that are chosen, and their numbers."""
+    found = weights.router(normed.to(torch.promote_types(normed.dtype, torch.float32))).sigmoid()
+    assert weights.bias is not None
+    ranked = found + weights.bias
+    if own.best < own.groups:
+        groups = ranked.view(len(ranked), own.groups, -1)
+        best = groups.topk(2, -1).values.sum(-1).topk(own.best, -1).indices
+        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        ranked = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).view(ranked.shape)
+    chosen = ranked.topk(count, -1).indices
+    return found.gather(-1, chosen), chosen

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Experts, Gated, Head, Layer, Mlp, Norm, Rope
+from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Experts, Gated, Head, Layer, Mlp, Norm
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.knobs import unlike
 from specdec.execute.layer import GatedWeights, LayerWeights
@@ -29,7 +29,7 @@ from specdec.sampling.noise import key_at
 from specdec.step.step_io import FINAL, Part, StepInput
 from specdec.step.step_output import StepOutput
 
-__all__ = ["NativeExecutor", "why_not"]
+__all__ = ["NativeExecutor", "native_layer", "why_not"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _CHAINS = 4  # so that where results are rounded to bfloat16, some of them differ in what is left
@@ -41,6 +41,8 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
         return f"native layers run on a CPU, and the model is on {device}"
     if dtype not in _DTYPES:
         return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
+    if others := sorted({type(own.mixer).__name__ for own in spec.layers} - {Attention.__name__}):
+        return f"native layers compute attention, and no {others[0]}"
     if why := unlike(spec, _computed(spec), "native layers compute decoders like Llama's, Gemma's and Mixtral's"):
         return why
     if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
@@ -75,7 +77,7 @@ def _computed_layer(layer: Layer) -> Layer:
         own.kv_heads,
         own.head_dim,
         own.scale,
-        Rope(own.head_dim, 1.0) if own.rope is None else replace(own.rope, dim=own.head_dim),
+        replace(own.rope, dim=own.head_dim),
         own.window,
         own.cap,
         own.qk_norm and _computed_norm(own.qk_norm),
@@ -107,7 +109,7 @@ class NativeExecutor(TorchExecutor):
         super().__init__(checkpoint, dtype=dtype, device=torch.device("cpu"))
         spec, ropes = self.spec, self.spec.ropes
         layers = [
-            _described(own, weights, ropes.index(own.attention.rope))
+            native_layer(own, weights, ropes.index(own.attention.rope))
             for own, weights in zip(spec.layers, self._weights.layers, strict=True)
         ]
         self._gelu = spec.layers[0].mlp.act == "gelu_tanh"
@@ -248,11 +250,11 @@ def _told(experts: Sequence[NativeExperts]) -> str | None:
     )
 
 
-def _described(own: Layer, weights: LayerWeights, table: int) -> NativeLayer:
-    """A layer as the library reads it; ``table``: the index of its rotary positions."""
+def native_layer(own: Layer, weights: LayerWeights, table: int = 0) -> NativeLayer:
+    """A layer of packed products as the library reads it; ``table``: the index of its rotary positions."""
     attention, mlp = own.attention, weights.mlp
     products: Any = (weights.qkv, weights.out)
-    norms: Any = (*weights.before, *(weights.after or ()))
+    norms: Any = (*weights.before, *(weights.after if own.after and weights.after else ()))
     first, second, *after = norms
     if isinstance(mlp, GatedWeights):
         products += (mlp.gate_up, mlp.down)

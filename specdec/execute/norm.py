@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.spec import Norm
+from specdec.step import device_copies
 
 __all__ = ["LayerNorm", "RmsNorm", "normed_heads"]
 
@@ -33,7 +34,8 @@ class RmsNorm:
     def __init__(self, norm: Norm, weight: torch.Tensor) -> None:
         self.norm, self._rounds_once = norm, norm.offset != 0.0
         self.by = weight if not self._rounds_once else _full(weight) + norm.offset
-        self._lean = not self._rounds_once and weight.device.type == "cpu" and weight.dtype in _FULL
+        lean = weight.dtype in _FULL and not device_copies.is_apart(weight.device)
+        self._lean = lean and not self._rounds_once
         if self._lean:
             # x w / sqrt(|x|^2 / D + e) = x (w sqrt D) / hypot(|x|, sqrt(D e))
             size = weight.shape[0]

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, RopeTables
-from specdec.decoder.spec import Attention, Experts, Head, Rope
+from specdec.decoder.spec import Attention, Experts, Head, Mixer, Rope
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer
+from specdec.execute.short_conv import convolved
 from specdec.execute.weights import DecoderWeights, Kernel, rows_of
 from specdec.runners.attention import attend, describe_backend
 from specdec.runners.linear import DenseLinear, HeadOf, PackedWeight, linear_kernel
@@ -31,7 +32,7 @@ from specdec.step.state import LayerSpec
 from specdec.step.step_io import FINAL, NOTHING, Entering, Part, StepInput, Wanted
 from specdec.step.step_output import StepOutput
 
-__all__ = ["TorchExecutor"]
+__all__ = ["TorchExecutor", "stored_and_attended"]
 
 
 class TorchExecutor:
@@ -67,10 +68,7 @@ class TorchExecutor:
         self._weights = self._read(checkpoint)
         self._ropes = RopeTables(dtype, device)
         self._scale = torch.tensor(self.spec.embedding.scale, dtype=dtype, device=device)
-        self.specs = [
-            LayerSpec(own.kv_heads, own.head_dim, own.head_dim, own.window, device, dtype)
-            for own in (one.attention for one in self.spec.layers)
-        ]
+        self.specs = [self._cached(own.mixer) for own in self.spec.layers]
 
     @property
     def packed_head(self) -> PackedWeight | None:
@@ -92,8 +90,8 @@ class TorchExecutor:
 
     def attention(self) -> str:
         """Which kernels compute it."""
-        cap = next((own.attention.cap for own in self.spec.layers if own.attention.cap), None)
-        return describe_backend(self.backend, self.specs, cap)
+        cap = next((own.cap for own in self.spec.attentions if own.cap), None)
+        return describe_backend(self.backend, [*map(self._cached, self.spec.attentions)], cap)
 
     def graphs(self) -> str:
         """How steps are replayed as CUDA graphs, or why they are not."""
@@ -105,6 +103,12 @@ class TorchExecutor:
 
     def choose_cuts(self, most: int) -> None:
         """Choose among them by the time of whole steps of up to ``most`` rows; does nothing where it cannot."""
+
+    def _cached(self, own: Mixer) -> LayerSpec:
+        """What a layer remembers of a text: keys and values, or the last inputs of a convolution."""
+        if isinstance(own, Attention):
+            return LayerSpec(own.kv_heads, own.head_dim, own.head_dim, own.window, self.device, self.dtype)
+        return LayerSpec(1, self.spec.hidden, 0, own.width, self.device, self.dtype)
 
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
         return DecoderWeights(checkpoint, self.dtype, self.device)
@@ -156,17 +160,21 @@ class TorchExecutor:
         ``hidden``: None where the rows begin with their tokens.
         """
         hidden = self._embedded(rows.tokens[0].to(self.device)) if hidden is None else hidden
-        angles = dict[Rope | None, Angles | None]({None: None})
+        angles = dict[Rope, Angles]()
         parts, found = rows.step.plan.parts, dict[int, torch.Tensor]()
         for number in range(first, last):
             if number in taps:
                 found[number] = hidden
             own, which = self._layers[number], parts[number] if parts else Part.BOTH
-            rope = own.attention.rope
-            if rope is not None and rope not in angles:
-                angles[rope] = self._ropes.of(rope, rows)
-            mix = partial(_attended, rows, number, own.attention)
-            hidden = layer(own, self._weights.layers[number], hidden, angles[rope], mix, which)
+            mixer, weights = own.mixer, self._weights.layers[number]
+            if isinstance(mixer, Attention):
+                if mixer.rope not in angles:
+                    angles[mixer.rope] = self._ropes.of(mixer.rope, rows)
+                mix = partial(stored_and_attended, rows, number, mixer)
+                hidden = layer(own, weights, hidden, angles[mixer.rope], mix, which)
+            else:
+                assert weights.taps is not None
+                hidden = layer(own, weights, hidden, None, partial(convolved, rows, number, *weights.taps), which)
         return hidden, found
 
     def _finished(self, rows: Rows, last: int, hidden: torch.Tensor, found: dict[int, torch.Tensor]) -> StepOutput:
@@ -244,7 +252,7 @@ def _finished(head: Head, logits: torch.Tensor) -> torch.Tensor:
     return torch.tanh(logits / head.cap) * head.cap if head.cap else logits
 
 
-def _attended(
+def stored_and_attended(
     rows: Rows, number: int, own: Attention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """[1, H, T, d] attention of the rows over what each of them sees, after their keys and values are stored."""

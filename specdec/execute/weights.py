@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from specdec.decoder.names import FUSED, Weight
+from specdec.decoder.names import CHOICE, FUSED, Weight
 from specdec.decoder.spec import Attention, Experts, Norm, Plain
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights, PlainWeights
@@ -20,11 +20,10 @@ from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import DenseLinear, PackedWeight
 from specdec.runners.memory_pages import trim_heap
 
-__all__ = ["DecoderWeights", "Kernel", "rows_of"]
+__all__ = ["DecoderWeights", "Kernel", "LayersWeights", "rows_of"]
 
 Kernel = DenseLinear | PackedWeight
 _QKV = ("attention.q", "attention.k", "attention.v")
-_GATE_UP = ("mlp.gate", "mlp.up")
 
 
 def rows_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor:
@@ -34,8 +33,8 @@ def rows_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor:
     return kernel.weight[slice(rows.start, rows.stop) if isinstance(rows, range) else rows.to(kernel.weight.device)]
 
 
-class DecoderWeights:
-    """All weights of a decoder.
+class LayersWeights:
+    """The weights of layers, and of what a drafter has around them.
 
     Args:
         checkpoint: where they are.
@@ -45,9 +44,6 @@ class DecoderWeights:
         int8: rows that blocks are multiplied with are rounded to bytes.
 
     Attributes:
-        head: from [T, D] to logits.
-        embedding: [V, D] a table, or where they are tied and packed, the head.
-        norm: the last norm.
         layers: of each layer.
     """
 
@@ -64,18 +60,13 @@ class DecoderWeights:
         self._int8 = int8
         self._named = dict[Weight, Callable[[], torch.Tensor]]()
         self._kernels = list[tuple[tuple[Weight, ...], Kernel]]()
-        spec = checkpoint.spec
-        place = Weight("embedding" if spec.head.tied else "head")
-        self.head = self._product(place)
-        self.embedding: torch.Tensor | PackedWeight
-        if not spec.head.tied:
-            self.embedding = self._table(Weight("embedding"))
-        else:
-            self.embedding = self.head.weight if isinstance(self.head, DenseLinear) else self.head
-        self.norm = self._norm(spec.head.norm, Weight("norm"))
-        self.layers = [self._layer(number) for number in range(len(spec.layers))]
         self._own = checkpoint.names.own
+        self.read_others()
+        self.layers = [self._layer(number) for number in range(len(checkpoint.spec.layers))]
         del self._checkpoint  # and with it a live model's weights, or open files
+
+    def read_others(self) -> None:
+        """Read what there is beside the layers."""
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as transformers has them, sorted by its names; what is packed or fused is made in turn."""
@@ -95,22 +86,44 @@ class DecoderWeights:
     def _layer(self, number: int) -> LayerWeights:
         spec = self._checkpoint.spec.layers[number]
         sides = _sides(spec.before)
-        before = [None if norm is None else self._norm(norm, Weight(f"before.{own}", number)) for norm, own in sides]
-        after = [self._norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ()) if norm]
-        qkv, out = (self._product(*(Weight(part, number) for part in own)) for own in (_QKV, ("attention.o",)))
+        before = [
+            None if norm is None else self.read_norm(norm, Weight(f"before.{own}", number)) for norm, own in sides
+        ]
+        after = [
+            self.read_norm(norm, Weight(f"after.{part}", number)) for norm, part in _sides(spec.after or ()) if norm
+        ]
+        attends = isinstance(spec.mixer, Attention)
+        products = (_QKV, ("attention.o",)) if attends else (("conv.in",), ("conv.out",))
+        qkv, out = (self.read_product(*(Weight(part, number) for part in own)) for own in products)
         mlp: GatedWeights | PlainWeights | ExpertWeights
         if isinstance(spec.mlp, Experts):
-            mlp = ExpertWeights(self._product(Weight("experts.router", number)), self._experts(number))
+            mlp = self._mixture(number, spec.mlp)
         elif isinstance(spec.mlp, Plain):
-            mlp = PlainWeights(*(self._product(Weight(f"mlp.{part}", number)) for part in ("up", "down")))
+            mlp = PlainWeights(*(self.read_product(Weight(f"mlp.{part}", number)) for part in ("up", "down")))
         else:
-            gate_up = self._product(*(Weight(part, number) for part in _GATE_UP))
-            mlp = GatedWeights(gate_up, self._product(Weight("mlp.down", number)))
+            mlp = self._gated("mlp", number)
         trim_heap()
         both = (before[0], before[1]), (after[0], after[1]) if after else None
-        return LayerWeights(*both, qkv, out, self._heads(number, spec.attention), mlp)
+        heads, taps = (self._heads(number, spec.attention), None) if attends else (None, self._taps(number))
+        return LayerWeights(*both, qkv, out, heads, mlp, taps)
 
-    def _norm(self, norm: Norm, weight: Weight) -> RmsNorm | LayerNorm:
+    def _gated(self, part: str, number: int) -> GatedWeights:
+        gate_up = self.read_product(Weight(f"{part}.gate", number), Weight(f"{part}.up", number))
+        return GatedWeights(gate_up, self.read_product(Weight(f"{part}.down", number)))
+
+    def _mixture(self, number: int, own: Experts) -> ExpertWeights:
+        place = Weight("experts.router", number)
+        if own.router is None:
+            router, bias = self.read_product(place), None
+        else:
+            full = torch.promote_types(self._dtype, torch.float32)
+            router = DenseLinear(self._alone(place).to(full))
+            bias = self._checkpoint.read(place._replace(kind=CHOICE)).to(self._device, full)
+        each = self._experts(number)
+        return ExpertWeights(router, each, bias, self._gated("shared", number) if own.shared else None)
+
+    def read_norm(self, norm: Norm, weight: Weight) -> RmsNorm | LayerNorm:
+        """A norm by this weight."""
         by = self._alone(weight)
         if not norm.centred:
             return RmsNorm(norm, by)
@@ -131,7 +144,7 @@ class DecoderWeights:
         self._kernels.append(((weight,), table))
         return table
 
-    def _product(self, *weights: Weight) -> Kernel:
+    def read_product(self, *weights: Weight) -> Kernel:
         """The product by these weights, one above the other."""
         biases = [own for weight in weights if self._checkpoint.has(own := weight._replace(kind="bias"))]
         bias = self._stacked([*map(self._checkpoint.read, biases)]) if biases else None
@@ -167,7 +180,7 @@ class DecoderWeights:
         for part, parts in FUSED.items():
             if self._packs_experts(number):
                 count = range(self._checkpoint.experts_in(number))
-                own = [self._product(*(Weight(one, number, expert) for one in parts)) for expert in count]
+                own = [self.read_product(*(Weight(one, number, expert) for one in parts)) for expert in count]
             else:
                 own = [self._made(tensors, None) for tensors in self._checkpoint.experts(number, part)]
                 every = enumerate(own)
@@ -182,6 +195,14 @@ class DecoderWeights:
         if self._kernel is not PackedWeight or not all(map(self._checkpoint.has, first)):
             return False
         return all(self._checkpoint.blocks(weight) is not None for weight in first)
+
+    def _taps(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[W, D] and [D] what a convolution multiplies by and adds, in float32 at least."""
+        weight = Weight("conv.taps", number)
+        bias = self._alone(own) if self._checkpoint.has(own := weight._replace(kind="bias")) else None
+        wide = torch.promote_types(self._dtype, torch.float32)
+        taps = self._alone(weight)[:, 0].t().to(wide).contiguous()
+        return taps, None if bias is None else bias.to(wide)
 
     def _heads(self, number: int, own: Attention) -> torch.Tensor | None:
         """[H + G, 1, d] what queries and keys are multiplied by when they are normed."""
@@ -205,6 +226,26 @@ class DecoderWeights:
             start += len(tensor)
         self._checkpoint.release(tensors)
         return found
+
+
+class DecoderWeights(LayersWeights):
+    """All weights of a decoder.
+
+    Attributes:
+        head: from [T, D] to logits.
+        embedding: [V, D] a table, or where they are tied and packed, the head.
+        norm: the last norm.
+    """
+
+    def read_others(self) -> None:
+        tied, norm = self._checkpoint.spec.head.tied, self._checkpoint.spec.head.norm
+        self.head = self.read_product(Weight("embedding" if tied else "head"))
+        self.embedding: torch.Tensor | PackedWeight
+        if not tied:
+            self.embedding = self._table(Weight("embedding"))
+        else:
+            self.embedding = self.head.weight if isinstance(self.head, DenseLinear) else self.head
+        self.norm = self.read_norm(norm, Weight("norm"))
 
 
 def _sides(norms: Sequence[Norm | None]) -> Iterator[tuple[Norm | None, str]]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.decoder.families import FAMILIES
 from specdec.decoder.rope_settings import rope_depends_on_length, rope_kinds
 from specdec.errors import TargetError
 from specdec.settings.validation import fitting
@@ -29,6 +30,7 @@ __all__ = [
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
 _CHOOSING = ("index_topk", "index_topk_blocks", "keep_window_size")  # of attention over so many keys, chosen by scores
+_UNFIT = "recurrent layers keep no keys per token. Use a decoder of attention and MLP"
 _TOKENS = Annotated[int | list[int] | tuple[int, ...] | set[int], "a token id, or a list of them"]
 # Options of a generation config that change tokens -> the value that is off, as None is. SamplingParams say these too,
 _SAMPLING = {"do_sample": False, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
@@ -45,15 +47,19 @@ _GENERATION = {
 _NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
 
-def refuse_unfit(name: str, config: Any) -> None:
-    """Raises TargetError for models whose state is not a list of keys and values per token, all or the last seen."""
+def refuse_unfit(name: str, config: Any, *, described: bool = False) -> None:
+    """Raises TargetError for models whose state is not a list of keys and values per token, all or the last seen.
+
+    ``described``: a spec says what its layers are, and refuses what it does not know.
+    """
     kinds = set(getattr(config, "layer_types", None) or ())
     odd = sorted(kinds - _LAYER_TYPES)
     recurrent = [] if kinds else [key for key in _RECURRENT if hasattr(config, key)]
-    if odd or recurrent:
+    if (odd or recurrent) and not described:
+        copied = getattr(config, "model_type", None) in FAMILIES
         raise TargetError(
-            f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); recurrent layers keep "
-            "no keys per token. Use a decoder of attention and MLP"
+            f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); "
+            + ("a copy of it can be: Engine.from_model(model), or load its folder" if copied else _UNFIT)
         )
     longest = context_length_of(config)
     chosen = [f"{key}={limit}" for key in _CHOOSING if 0 < (limit := getattr(config, key, None) or 0) < longest]

@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from specdec.decoder.names import FUSED, Weight
+from specdec.decoder.names import CHOICE, FUSED, Weight
 from specdec.errors import ConfigError
 from specdec.models.described_checkpoint import DescribedCheckpoint
 from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
@@ -76,7 +76,8 @@ def _of_described(found: DescribedCheckpoint, device_map: Any, *, split: bool) -
     parts = dict[str, list[torch.Tensor]]()
     for weight in checkpoint.shapes:
         if weight.expert is None and checkpoint.has(weight):
-            own = checkpoint.as_named(weight)(checkpoint.read(weight)).to(found.dtype)
+            kind = torch.float32 if weight.kind == CHOICE else found.dtype  # as its class keeps it
+            own = checkpoint.as_named(weight)(checkpoint.read(weight)).to(kind)
             parts.setdefault(checkpoint.names.own(weight), []).append(own)
     weights = {name: own[0] if len(own) == 1 else torch.cat(own) for name, own in parts.items()}
     for layer in range(len(checkpoint.spec.layers)):

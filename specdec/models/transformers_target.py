@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from accelerate.utils import align_module_device
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from specdec.costs.machine import Threads
@@ -72,6 +73,7 @@ from specdec.target import Target
 
 __all__ = ["TransformersTarget", "time_runners"]
 
+_Reference: Any = StorageWeakRef  # which keeps no memory, but what tells one piece of it from the next
 _TIMED_ROWS = (1, 8)  # a plain step, and a small tree
 
 register_masks()
@@ -419,12 +421,15 @@ class TransformersTarget(NotCopied, Target):
             )
 
 
-def _state(weight: torch.Tensor) -> tuple[int, tuple[int, ...], int | None]:
-    """Where a weight is, how it lies there, and how often it was written to, as far as torch tells."""
+def _state(weight: torch.Tensor) -> tuple[object, tuple[int, ...], int | None]:
+    """Where a weight is, how it lies there, and how often it was written to, as far as torch tells.
+
+    Memory that was given back may be another weight's at once, so an address alone does not tell them apart.
+    """
     own: Any = getattr(weight, "_local_tensor", weight)  # of a DTensor
     try:
-        place = own.data_ptr()
-    except RuntimeError:  # a tensor that is made of others has none
+        place: object = own.data_ptr(), _Reference(own.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # a tensor that is made of others has none
         place = id(weight)
     return place, own.stride(), torch_switches.writes_to(own)
 

@@ -43,6 +43,7 @@ __all__ = [
     "ATTENTION",
     "attend",
     "attend_all",
+    "attend_ends",
     "check_runs",
     "describe_backend",
     "layer_attention",
@@ -165,6 +166,21 @@ def attend_all(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) ->
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=keys.shape[1] != query.shape[1])
     taken = _flash_takes(query.device, query.dtype, query.shape[-1], values.shape[-1])
     return (torch_flash if taken else plain_attention)(query, keys, values, query.shape[-1] ** -0.5)[0]
+
+
+def attend_ends(query: torch.Tensor, rows: Rows, layer: int, scale: float, counts: Sequence[int]) -> torch.Tensor:
+    """As :func:`attend`, of each sequence's last rows alone, as many as ``counts`` says: [1, Hq, N, Dv]."""
+    found = []
+    for part, count in zip(rows.parts, counts, strict=True):
+        whole = count == 1 and part.parents is None and part.cache.group_of[layer].window is None
+        if whole:  # the last row of a text sees all of it
+            keys, values = (
+                store[layer].narrow(2, 0, part.length + part.last) for store in (part.cache.keys, part.cache.values)
+            )
+            found.append(attend_all(query[:, :, part.ends - 1 : part.ends], keys, values))
+        else:
+            found.append(attend(query[:, :, part.begins : part.ends], part, layer, scale)[:, :, -count:])
+    return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
 def _folded(

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 __all__ = ["choose_all"]
 
-_ROUTERS = (MixtralTopKRouter, OlmoeTopKRouter, Qwen3MoeTopKRouter)  # softmax of a logit for each, then the likeliest
+_ROUTERS = ("Glm4MoeTopkRouter", "MellumTopKRouter", "MixtralTopKRouter", "OlmoeTopKRouter", "Qwen3MoeTopKRouter")
 
 
 def choose_all(root: nn.Module) -> None:
     """Let known routers in a replica choose all experts for each row."""
     modules: Any = root.modules()
     for module in modules:
-        if type(module) in _ROUTERS and 1 <= module.top_k <= len(module.weight):
+        kind = type(module)
+        known = kind.__name__ in _ROUTERS and kind.__module__.startswith("transformers.models.")
+        if known and 1 <= module.top_k <= len(module.weight):
             module.top_k = len(module.weight)

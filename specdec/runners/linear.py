@@ -41,7 +41,7 @@ class LinearKernel(Protocol):
         """[T, out] ``residual`` plus the product, as a new tensor."""
 
 
-def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKernel:
+def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseLinear | PackedWeight:
     """The fastest kernel on this machine for a weight [out, in] and a bias [out]; it has its own layout."""
     return PackedWeight(weight, bias) if PackedWeight.takes(weight) else DenseLinear(weight, bias)
 

@@ -53,6 +53,7 @@ class TextRows:
         self.number, self.device, self.backend = number, device or _HOST, backend
         self._step = step
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
+        self._windows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
 
     @property
@@ -99,6 +100,27 @@ class TextRows:
         else:
             closure = torch.from_numpy(ancestors(self.parents)).to(device)
         return closure[self.first :, self.last - keys :]
+
+    def window_slots(self, group: LayerState, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[W, T] the slots of each row and of the tokens before it, the row's last; and which of these are of no token.
+
+        The latter is None where all are. The tokens before a row are its ancestors in the tree, then committed ones.
+        """
+        found = self._windows.get((id(group), width))
+        if found is None:
+            at = np.arange(self.length + self.first, self.length + self.last)
+            every = [at]
+            for _ in range(width - 1):
+                before = at - 1
+                if self.parents is not None:  # of which the root's is -1
+                    above = self.length + self.parents[np.maximum(at - self.length, 0)]
+                    before = np.where(at >= self.length, above, before)
+                every.append(at := before)
+            places = np.stack(every[::-1])
+            slots = torch.from_numpy(places % group.size).to(group.device)
+            lacking = torch.from_numpy(places < 0).to(group.device) if places.min() < 0 else None
+            found = self._windows[id(group), width] = slots, lacking
+        return found
 
     def mask(self, group: LayerState, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
         """Slots [first, last) to attend over, and an additive mask [T, slots]; None where all rows see all slots."""

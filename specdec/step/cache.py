@@ -79,7 +79,7 @@ class KVCache(NotCopied):
             else pools[spec].slots(capacity=capacity, rows=rows)
             for spec, layers in members.items()
         ]
-        self._paged = pools is not None
+        self._paged, self._reserving = pools is not None, [group for group in self.groups if group.reserves]
         of_spec = dict(zip(members, self.groups, strict=True))
         self.group_of = [of_spec[spec] for spec in specs]
         self.index_in_group = [members[spec].index(layer) for layer, spec in enumerate(specs)]
@@ -132,7 +132,7 @@ class KVCache(NotCopied):
             return
         if end > self._room:
             self.grow(end)
-        for group in self.groups:
+        for group in self._reserving:
             group.reserve(end)
         self.written = end  # last, as an interrupt may come anywhere
 
@@ -197,7 +197,7 @@ class KVCache(NotCopied):
         Of a ring more is taken than the next token sees, as far as it is there and there is room: a text that branches
         off a little earlier may go on from that. This cache must be empty.
         """
-        if self.points(known, count) < count:
+        if not count or self.points(known, count) < count:
             return False
         pairs = [*zip(self.groups, known.groups, strict=True)]
         starts = [max(theirs.first, count - mine.limit) for mine, theirs in pairs]

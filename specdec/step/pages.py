@@ -150,7 +150,7 @@ class PagedSlots(LayerState):
 
     def __init__(self, pool: PagePool, limit: int, size: int) -> None:
         self.window, self.limit, self.first, self.size = pool.spec.window, limit, 0, size
-        self.device, self.pool, self.room = pool.spec.device, pool, sys.maxsize
+        self.device, self.pool, self.room, self.reserves = pool.spec.device, pool, sys.maxsize, True
         self.pages: list[Page | None] = []
         self._oldest = 0  # how many pages were given back, or never held
         with torch.inference_mode(False):

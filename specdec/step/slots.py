@@ -26,6 +26,7 @@ class ContiguousSlots(LayerState):
 
     def __init__(self, spec: LayerSpec, layers: int, limit: int) -> None:
         self.window, self.limit, self.first, self.device = spec.window, limit, 0, spec.device
+        self.reserves = spec.window is not None  # of a ring rows overwrite the oldest positions
         self._resized(min(limit, _START))
         shape = (layers, 1, spec.heads, self.size)
         self.keys = torch.empty(*shape, spec.key_dim, dtype=spec.dtype, device=spec.device)
@@ -59,8 +60,7 @@ class ContiguousSlots(LayerState):
         self._resized(size)
 
     def reserve(self, end: int) -> None:
-        if self.window is not None:
-            self.first = max(self.first, end - self.limit)
+        self.first = max(self.first, end - self.limit)
 
     def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[layer], self.values[layer]

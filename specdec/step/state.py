@@ -68,6 +68,7 @@ class LayerState(ABC):
         first: the first position that is held. Earlier ones were overwritten or given back, or never written, as in a
             ring that was filled from another one.
         room: positions below it have slots; those above need ``grow``, after which addresses are others.
+        reserves: whether ``reserve`` does anything, as it is called for every forward.
     """
 
     window: int | None
@@ -76,6 +77,7 @@ class LayerState(ABC):
     limit: int
     first: int
     room: int
+    reserves: bool
 
     @property
     @abstractmethod

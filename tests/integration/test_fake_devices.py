@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from transformers import MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from drafters.heads import mtp, mtp_step
+from drafters.heads import mtp
 from drafters.heads import session as head_session
 from drafters.heads.loading import load_head
 from drafters.heads.mtp_layout import find_mtp
-from drafters.heads.mtp_step import MtpLayers, mtp_module
 from drafters.heads.weights import HeadWeights
 from drafters.kangaroo.adapter import Adapter
 from drafters.medusa.heads import MedusaHeads
@@ -313,7 +312,7 @@ def test_rows_of_every_kind(family: str, dtype: torch.dtype, backend: str, devic
         assert ("CUDA kernels" in target.others) == (family not in ("llama", "mistral", "qwen2", "qwen3"))
 
 
-RECORDED = ("dflash", "eagle", "medusa", "mtp")  # where one device has it all, their passes are graphs
+RECORDED = ("dflash", "eagle", "medusa")  # where one device has it all, their passes are graphs
 
 
 @pytest.mark.slow
@@ -338,19 +337,15 @@ def test_every_drafter(
         elif "heads" in options:
             loaded[options["heads"]] = MedusaHeads.from_pretrained(options["heads"])
         elif drafter == "mtp":
-            folder = Path(options["head"])
-            found = find_mtp(folder)
-            module, config = mtp_module(found, folder, models.target_of(family))
-            loaded[options["head"]] = found, (module.to(torch.float32), config)
+            loaded[options["head"]] = find_mtp(Path(options["head"]))
         elif "head" in options:
             head = load_head(Path(options["head"]), drafter, models.target_of(family))
             loaded[options["head"]] = head.to(torch.float32)
     monkeypatch.setattr(head_session, "load_head", lambda folder, *_, **__: loaded[str(folder)])
-    monkeypatch.setattr(mtp, "find_mtp", lambda folder: loaded[str(folder)][0])
-    monkeypatch.setattr(mtp_step, "mtp_module", lambda _, folder, __: loaded[str(folder)][1])
+    monkeypatch.setattr(mtp, "find_mtp", lambda folder: loaded[str(folder)])
     for kind in (Adapter, MedusaHeads):
         monkeypatch.setattr(kind, "from_pretrained", lambda folder: loaded[str(folder)])
-    for kind in (Adapter, MedusaHeads, HeadWeights, MtpLayers):
+    for kind in (Adapter, MedusaHeads, HeadWeights):
         monkeypatch.setattr(kind, "to", lambda self, device, dtype: move(self, device, dtype) or self)
     request.getfixturevalue("fake")
     there: dict[str, Any] = {"devices": devices, "joints": joints}

@@ -31,7 +31,7 @@ def test_windows_are_read_off_the_model(family: str) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_text_needs_every_layer_s_attention(family: str) -> None:
     """Otherwise equality would be cheap: noise for one layer's attention makes another text."""
     generator = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def test_text_needs_every_layer_s_attention(family: str) -> None:
 
     model, text = model_of(family), greedy(family, PROMPTS[2], NEW)
     assert len(set(text)) > 8
-    last = [module for name, module in model.named_modules() if name.endswith(("self_attn.o_proj", "attention.dense"))]
+    last = [module for name, module in model.named_modules() if name.endswith(ADDED)]
     assert len(last) == 3
     for output in last:
         hook = output.register_forward_pre_hook(noise)
@@ -51,6 +51,7 @@ def test_text_needs_every_layer_s_attention(family: str) -> None:
             hook.remove()
 
 
+ADDED = ("self_attn.o_proj", "attention.dense", "self_attn.out_proj", "conv.out_proj")
 TEXT = (
     "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
     "    def __repr__(self):\n        return f'Point({self.x}, {self.y})'\n\n\n"
@@ -84,7 +85,7 @@ def test_every_drafter_has_drafts_accepted(
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize(("family", "execution"), once(FAMILIES, ("modules", "auto")))
+@pytest.mark.parametrize(("family", "execution"), [*once(FAMILIES, ("modules", "auto")), ("lfm2", "auto")])
 def test_trees_around_the_truth(family: str, execution: str) -> None:
     """A drafter that knows the answer makes the engine accept blocks of every length out of scattered rows."""
     target = target_of(family, execution=execution if family in FUSED else "modules")  # others are run as a whole

@@ -18,8 +18,10 @@ from transformers.modeling_layers import MtpModel
 from drafters.heads.mtp import own_layers
 from specdec import Engine
 from specdec.costs.curve import roofline
+from specdec.decoder.names import CHOICE
 from specdec.drafting.registry import describe_weights, make_drafter
 from specdec.errors import CheckpointError, SpecdecWarning
+from specdec.models.described_target import DescribedTarget
 from specdec.models.transformers_target import TransformersTarget
 from tests import heads
 from tests.fakes import Oracle
@@ -27,14 +29,14 @@ from tests.integration.test_heads_reference import Beside, proposed
 from tests.models import BASE, VOCAB, prompt_of, reference
 
 _MOE = {
-    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "n_shared_experts": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2, "head_dim": 16, "use_qk_norm": True,
+    "routed_scaling_factor": 1.5,
 }  # fmt: skip
-_MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek": ("DeepseekV3", {**BASE, **_MOE, **_MLA, "qk_nope_head_dim": 8, "num_mtp_layers": 1}),
-    "deepseek, 3 layers": ("DeepseekV3", {**BASE, **_MOE, **_MLA, "qk_nope_head_dim": 8, "num_mtp_layers": 3}),
-    "glm4": ("Glm4Moe", {**BASE, **_MOE, "head_dim": 16, "num_mtp_layers": 2}),
+    "glm4": ("Glm4Moe", {**BASE, **_MOE, "num_mtp_layers": 1}),
+    "glm4, 2 layers": ("Glm4Moe", {**BASE, **_MOE, "num_mtp_layers": 2}),
+    "glm4, 3 layers": ("Glm4Moe", {**BASE, **_MOE, "num_mtp_layers": 3}),
     "mellum": (
         "Mellum",
         {**BASE, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
@@ -42,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "num_mtp_layers": 1},
     ),
 }  # fmt: skip
-"""Name -> prefix of transformers' classes, and a config: latent attention, experts, windows; one layer and several."""
+"""Name -> prefix of transformers' classes, and a config: experts, parts of heads, windows; one layer and several."""
 
 
 @cache
@@ -55,6 +57,9 @@ def made(name: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedModel
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype).eval()
     layers = MtpModel(model, config.num_mtp_layers).to(dtype).eval()
     with torch.no_grad():
+        for name, buffer in (*model.named_buffers(), *layers.named_buffers()):
+            if name.endswith(CHOICE):
+                buffer.normal_(std=0.2)
         for parameter in (*model.parameters(), *layers.layers.parameters()):
             if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
@@ -131,7 +136,7 @@ def guesses(name: str, folder: Path, shape: dict[str, Any]) -> Iterator[tuple[li
     """
     model, prompt, new = made(name)[0], prompt_of(7), 16
     truth = reference(model, prompt, new)
-    target = TransformersTarget(model)
+    target = DescribedTarget.from_model(model)
     heads.write(folder, *published(name))
     inner = make_drafter({"name": "mtp", "head": str(folder), "min_chance": 0.0, **shape}, target)
     drafter = Beside(inner, Oracle([*prompt, *truth], VOCAB))
@@ -143,11 +148,11 @@ def guesses(name: str, folder: Path, shape: dict[str, Any]) -> Iterator[tuple[li
 
 def checkpoint(folder: Path) -> Path:
     """A model's folder whose file holds its layers behind the model's own, in float32."""
-    model, _ = made("deepseek")
+    model, _ = made("glm4")
     model.float().save_pretrained(folder)
     model.double()
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {name: tensor.float() for name, tensor in published("deepseek")[1].items()},
+    save_file(tensors | {name: tensor.float() for name, tensor in published("glm4")[1].items()},
               folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
     return folder
 
@@ -155,7 +160,7 @@ def checkpoint(folder: Path) -> Path:
 def test_a_checkpoint_brings_its_own_layers(tmp_path: Path) -> None:
     """With nothing to name: they are read from where the model was loaded from, and ``auto`` has them, too."""
     folder = checkpoint(tmp_path)
-    target = TransformersTarget.from_pretrained(folder, execution="modules")
+    target = TransformersTarget.from_pretrained(folder)
     prompt, plain = prompt_of(7), Engine(target, None, "none").generate(prompt_of(7), 12).token_ids
     for drafter in ({"name": "mtp", "min_chance": 0.0}, "auto"):
         engine = Engine(target, None, drafter, max_rows=16, costs=roofline("cpu"))
@@ -165,7 +170,30 @@ def test_a_checkpoint_brings_its_own_layers(tmp_path: Path) -> None:
     name, lines = describe_weights(folder)
     assert name == "mtp"
     assert "layer, 1: numbered on" in lines[0]
-    assert "deepseek_v3: width 32, vocabulary 32" in lines[1]
+    assert "glm4_moe: width 32, vocabulary 32" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("deepseek_v3", "there is none for this DeepseekV3ForCausalLM: its model_type 'deepseek_v3' is none of gemma"),
+        ("glm4_moe", r"Glm4MoeForCausalLM is run by its own .* take a copy of it \(Engine.from_model\), or load"),
+    ],
+)
+def test_a_model_that_no_description_runs_is_refused(kind: str, says: str, tmp_path: Path) -> None:
+    """By its family, or as it is handed in; and ``auto`` does without its layers."""
+    name, values = MODELS["glm4"]
+    latent = {"head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8}
+    if kind == "deepseek_v3":
+        name, values = "DeepseekV3", {**values, **latent, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    config = getattr(transformers, f"{name}Config")(**values)
+    target = TransformersTarget(getattr(transformers, f"{name}ForCausalLM")(config).eval())
+    folder = heads.write(tmp_path, *published("glm4"))
+    with pytest.raises(CheckpointError, match=says):
+        make_drafter({"name": "mtp", "head": str(folder)}, target)
+    target.path = str(folder)
+    assert own_layers(target) is None
+    assert "mtp" not in [part.name for part in make_drafter("auto", target).parts]
 
 
 def test_layers_that_do_not_fit_leave_auto_without_them(tmp_path: Path) -> None:
@@ -173,7 +201,7 @@ def test_layers_that_do_not_fit_leave_auto_without_them(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.2.hnorm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    target = TransformersTarget.from_pretrained(folder, execution="modules")
+    target = TransformersTarget.from_pretrained(folder)
     with pytest.raises(CheckpointError, match=r"layer 0 of format .* has no 'hnorm' weight"):
         make_drafter("mtp", target)
     with pytest.warns(SpecdecWarning, match="without the model's own layers: .*hnorm"):

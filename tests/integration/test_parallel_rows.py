@@ -48,8 +48,8 @@ Ask = Callable[[Engine], Any]
 class Together:
     """Some ranks, each with its own target around a model of its own."""
 
-    def __init__(self, family: str, size: int, execution: str = "modules", **changes: Any) -> None:
-        self.size, self._execution = size, execution
+    def __init__(self, family: str, size: int, execution: str = "", **changes: Any) -> None:
+        self.size, self._execution = size, execution or ("fused" if family == "lfm2" else "modules")
         self._models = [new_model(family, **changes) for _ in range(size)]
 
     def run(self, drafter: Any, ask: Ask, *, spoil: Callable[[ShardedTarget, int], None] | None = None) -> list[Any]:
@@ -86,7 +86,7 @@ def text_of(family: str, sampling: SamplingParams | None) -> list[int]:
     return Engine(target_of(family)).generate(PROMPT, NEW, sampling).token_ids
 
 
-FAMILIES = ("llama", "mistral", "gemma3")
+FAMILIES = ("llama", "mistral", "gemma3", "lfm2")
 SAMPLINGS = (None, SAMPLING)
 SIZES = (2, 3)
 

@@ -124,7 +124,8 @@ FAMILIES = (
     "mistral",
     "qwen2",
     "gemma3",
-)  # no windows; windows of 8 everywhere, in two layers, in two of three
+    "lfm2",
+)  # no windows; windows of 8 everywhere, in two layers, in two of three; convolutions in two of three
 
 
 @lru_cache(maxsize=10_000)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +30,7 @@ class Checkpoint:
         names: of its family.
         source: where its tensors are.
         called: what they are called there, if not as in checkpoints of the family.
+        shapes: of its tensors, if not of all that a decoder has.
 
     Attributes:
         spec: as given, but ``head.tied`` as the tensors have it: a head that differs from the embedding is read.
@@ -40,15 +41,24 @@ class Checkpoint:
         CheckpointError: tensors are missing, of other shapes or dtypes, or left over.
     """
 
-    def __init__(self, spec: DecoderSpec, names: Names, source: Source, called: Names | None = None) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        names: Names,
+        source: Source,
+        called: Names | None = None,
+        *,
+        shapes: Mapping[Weight, tuple[int, ...]] | None = None,
+    ) -> None:
         self.names, self._source, self._where, self._called = names, source, source.where, called or names
         before = self._called.prefixes
-        self._prefix = next((one for one in before if f"{one}norm.weight" in source.shapes), before[0])
+        norms = ((one, self._called.candidates(Weight("norm"), one)) for one in before)
+        self._prefix = next((one for one, own in norms if any(name in source.shapes for name in own)), before[0])
         self._wrong: dict[str, list[str]] = {"missing": [], "misshapen": [], "of another dtype": []}
         self._places: dict[Weight, str] = {}
         self._zeros = set[Weight]()
         self._rows = dict[Weight, slice]()
-        self.spec, self.shapes = spec, shapes_of(spec)
+        self.spec, self.shapes = spec, shapes_of(spec) if shapes is None else dict(shapes)
         self._find()
         extra = sorted(name for name in source.shapes.keys() - {*self._places.values()} if not self._ignored(name))
         told = [*((kind, found) for kind, found in self._wrong.items()), ("extra", extra)]
@@ -144,7 +154,7 @@ class Checkpoint:
         found = [[0, 0] for _ in self.spec.layers]
         for weight, shape in self.shapes.items():
             if weight.layer is not None:
-                found[weight.layer][not weight.part.startswith("attention.")] += math.prod(shape)
+                found[weight.layer][not weight.part.startswith(("attention.", "conv."))] += math.prod(shape)
         return [(attention, others) for attention, others in found]
 
     @property
@@ -175,7 +185,7 @@ class Checkpoint:
             return None
         assert weight.layer is not None
         own = self.spec.layers[weight.layer].attention
-        turning = own.head_dim if own.rope is None else own.rope.dim
+        turning = own.rope.dim
         rows = torch.arange(self.shapes[weight][0]).view(-1, own.head_dim)
         return torch.cat((rows[:, 0:turning:2], rows[:, 1:turning:2], rows[:, turning:]), 1).flatten()
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.names import FUSED, Weight, shapes_of
 from specdec.decoder.settings import Settings
-from specdec.decoder.spec import DecoderSpec, Experts, UnknownDecoder
+from specdec.decoder.spec import DecoderSpec, Experts, ShortConv, UnknownDecoder
 from specdec.errors import CheckpointError, SpecdecWarning
 from tests import models
 from tests.decoders import ALL, BIASED, spec_of_config
@@ -27,8 +27,8 @@ def config_of(family: str, **changes: Any) -> Any:
 FAMILIES_BY_CLASS = {family.architecture: family for family in FAMILIES.values()}
 
 
-def parameters(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Transformers' parameters of a decoder and their shapes, by what is written of it."""
+def tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Transformers' tensors of a decoder and their shapes, by what is written of it."""
     names, found = FAMILIES_BY_CLASS[spec.architecture].names, dict[str, tuple[int, ...]]()
     shapes = shapes_of(spec)
     for weight, shape in shapes.items():
@@ -60,7 +60,8 @@ def test_tensors_are_called_and_shaped_as_the_models(family: str, changed: bool)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     spec = spec_of_config(config)
-    assert parameters(spec) == {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    kept = {name: own for name, own in model.named_buffers() if name in model.state_dict()}
+    assert tensors(spec) == {name: tuple(own.shape) for name, own in [*model.named_parameters(), *kept.items()]}
     assert spec.architecture == type(model).__name__
     assert (spec.vocab, spec.hidden, len(spec.layers)) == (models.VOCAB, config.hidden_size, 3)
 
@@ -68,7 +69,8 @@ def test_tensors_are_called_and_shaped_as_the_models(family: str, changed: bool)
 def test_windows_are_those_of_the_layers() -> None:
     for family, windows in models.WINDOWS.items():
         if family in ALL:
-            assert [layer.attention.window for layer in spec_of_config(config_of(family)).layers] == windows
+            mixers = [layer.mixer for layer in spec_of_config(config_of(family)).layers]
+            assert [own.width if isinstance(own, ShortConv) else own.window for own in mixers] == windows
     moved = spec_of_config(config_of("qwen3", **BIASED["qwen3"]))
     assert [layer.attention.window for layer in moved.layers] == [None, None, 5]
 

@@ -422,7 +422,7 @@ def test_adapters_begin_with_the_targets_norm() -> None:
     adapter = new_adapter(NewAdapter(exit_layer=1, variant="head"), TransformersTarget(model))
     torch.testing.assert_close(adapter.norm.double(), model.model.norm.weight, rtol=1e-6, atol=0)
     torch.testing.assert_close(adapter.head.weight.double(), model.lm_head.weight, rtol=1e-6, atol=1e-7)
-    assert adapter.config.groups == (4, 2)  # as the model's own
+    assert (adapter.config.heads, adapter.config.key_heads) == (4, 2)  # as the model's own
 
 
 def test_heads_fit_the_width() -> None:

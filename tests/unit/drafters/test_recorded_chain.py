@@ -134,14 +134,8 @@ def test_text_and_drafted_rows_together_and_many_rows_are_launched(tmp_path: Pat
         assert (own - other).abs().max() < 1e-11
 
 
-def test_in_half_precision_weights_lie_once(tmp_path: Path, recorder: Recorder) -> None:
-    """What is launched reads parts of the product that is recorded."""
+def test_passes_in_half_precision_are_those_that_are_launched(tmp_path: Path, recorder: Recorder) -> None:
     step, _ = both("eagle3", tmp_path, torch.float16)
-    (layer,) = step.layers
-    whole: Any = layer._qkv
-    assert {part.weight.untyped_storage().data_ptr() for part in (whole, layer._q, layer._kv)} == {
-        whole.weight.untyped_storage().data_ptr()
-    }
     ours = passes(Texts(step, "eagle3"))
     step.recorded = None
     for own, other in zip(ours, passes(Texts(step, "eagle3")), strict=True):
@@ -160,7 +154,7 @@ def test_a_pass_that_cannot_be_recorded_is_launched(tmp_path: Path, recorder: Re
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("recorded", "each", "limit"), [(True, 10, 47), (False, 37, 119)])
+@pytest.mark.parametrize(("recorded", "each", "limit"), [(True, 10, 47), (False, 33, 107)])
 def test_a_pass_is_ten_launches(
     recorded: bool, each: int, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

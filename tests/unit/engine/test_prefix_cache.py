@@ -75,7 +75,7 @@ TEXTS: Sequence[Callable[[Sequence[int], Sequence[int]], Sequence[int]]] = (
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_windows_and_all(family: str) -> None:
     """Trees with rejected rows write ahead of what they commit: a ring tells whether what is seen is still there."""
     target, prompt, new = target_of(family), prompt_of(30), 30
@@ -111,7 +111,7 @@ def test_a_ring_knows_of_the_rows_that_were_rejected() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_an_edit_further_up_after_a_reuse(family: str) -> None:
     """A cache that was filled from another one holds what was copied, and no more; of a ring that is all there was."""
     prompt, kept = prompt_of(30), PrefixCache()

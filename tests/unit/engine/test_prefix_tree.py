@@ -182,7 +182,7 @@ def test_requests_that_come_together_have_what_the_first_one_ran() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_windows_go_on_from_the_longest_beginning_whose_keys_are_there(family: str) -> None:
     target, prompt, tree = target_of(family), prompt_of(30), PrefixTree(LARGE)
     engine = Engine(target, None, max_rows=1, prefill_chunk=16)

@@ -43,20 +43,23 @@ def spec_of(family: str) -> DecoderSpec:
 COMPUTED = "CUDA kernels compute decoders like Llama's, and here"
 REFUSED = {
     "gemma": "layers.0.mlp.act is 'gelu_tanh'",
-    "gemma2": "layers.0.attention.cap is 5.0",
-    "gemma3": "layers.0.attention.qk_norm.offset is 1.0",
+    "gemma2": "layers.0.mixer.cap is 5.0",
+    "gemma3": "layers.0.mixer.qk_norm.offset is 1.0",
+    "lfm2": "layers.0.mixer is ShortConv",
     "mixtral": "layers.0.mlp is Experts",
-    "olmoe": "layers.0.attention.norms_all is True",
+    "olmoe": "layers.0.mixer.norms_all is True",
     "qwen3_moe": "layers.0.mlp is Experts",
     "granite": "layers.0.scale is 0.7",
-    "smollm3": "layers.1.attention.rope is None",
-    "glm4": "layers.0.attention.rope.dim is 8",
-    "olmo2": "layers.0.attention.norms_all is True",
-    "olmo3": "layers.0.attention.norms_all is True",
+    "smollm3": "layers.1.mixer.rope.dim is 0",
+    "glm4": "layers.0.mixer.rope.dim is 8",
+    "olmo2": "layers.0.mixer.norms_all is True",
+    "olmo3": "layers.0.mixer.norms_all is True",
     "exaone4": "layers.0.before.0 is None",
     "cohere": "layers.0.before.0.centred is True",
     "cohere2": "layers.0.before.0.centred is True",
     "starcoder2": "layers.0.mlp is Plain",
+    "mellum": "layers.0.mlp is Experts",
+    "glm4_moe": "layers.0.mixer.rope.dim is 8",
 }
 
 
@@ -74,7 +77,7 @@ def of_layers(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
 
 def of_attention(spec: DecoderSpec, *, only: int | None = None, **changes: Any) -> DecoderSpec:
     layers = [
-        replace(layer, attention=replace(layer.attention, **changes)) if only in (None, number) else layer
+        replace(layer, mixer=replace(layer.attention, **changes)) if only in (None, number) else layer
         for number, layer in enumerate(spec.layers)
     ]
     return replace(spec, layers=tuple(layers))
@@ -88,10 +91,10 @@ def test_every_other_thing_that_a_description_says_is_refused_by_name() -> None:
     norm, gated = own.before[0], own.mlp
     assert isinstance(gated, Gated)
     changed = {
-        "layers.1.attention.cap is 30.0": of_attention(spec, only=1, cap=30.0),
-        "layers.0.attention.norms_all is True": of_attention(spec, norms_all=True),
-        "layers.0.attention.rope.dim is 4": of_attention(spec, rope=replace(own.attention.rope, dim=4)),
-        "layers.0.attention.qk_norm.offset is 1.0": of_attention(spec, qk_norm=Norm(1e-6, 1.0)),
+        "layers.1.mixer.cap is 30.0": of_attention(spec, only=1, cap=30.0),
+        "layers.0.mixer.norms_all is True": of_attention(spec, norms_all=True),
+        "layers.0.mixer.rope.dim is 4": of_attention(spec, rope=replace(own.attention.rope, dim=4)),
+        "layers.0.mixer.qk_norm.offset is 1.0": of_attention(spec, qk_norm=Norm(1e-6, 1.0)),
         "layers.0.mlp.act is 'gelu_tanh'": of_layers(spec, mlp=replace(gated, act="gelu_tanh")),
         "layers.0.before.1.offset is 1.0": of_layers(spec, before=(norm, replace(norm, offset=1.0))),
         "layers.0.after is Norm, Norm": of_layers(spec, after=(norm, norm)),

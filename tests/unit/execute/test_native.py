@@ -16,7 +16,7 @@ from specdec.native.library import library
 from specdec.step.step_io import Draws, Entering, LayerPlan, Part, Wanted
 from specdec.target import FINAL
 from tests import models, seam
-from tests.decoders import ALL, BIASED, NATIVE, Decoder, checkpoint_of, new_model, spec_of_config
+from tests.decoders import ALL, BIASED, TORCH, Decoder, checkpoint_of, new_model, spec_of_config
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler works here")
 
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "in
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("family", [family for family in ALL if family not in (*TORCH, "phi3")])
 def test_logits_are_those_of_the_torch_executor(family: str, tmp_path: Path) -> None:
     """Chains, trees, texts beside each other, exits and entries; and what the head says."""
     checkpoint = checkpoint_of(new_model(family, torch.float32, **{**BIASED[family], **SIZES}), tmp_path)
@@ -85,6 +85,17 @@ def test_what_the_library_does_not_run_is_named(changes: dict[str, Any], dtype: 
     others = tuple(replace(own, mlp=replace(own.mlp, act="gelu")) for own in spec.layers)
     assert "here it is gelu" in str(why_not(replace(spec, layers=others), torch.float32, torch.device("cpu")))
     assert "on a CPU" in str(why_not(spec, dtype, torch.device("cuda")))
+    other = spec_of_config(new_model("lfm2").config)
+    assert "and no ShortConv" in str(why_not(other, torch.float32, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("part", "says"), [(0.5, "layers.0.mixer.rope.dim is 8"), (1.0, "layers.1.mlp.router is Sigmoid")]
+)
+def test_experts_and_positions_of_glm_are_refused_by_name(part: float, says: str) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
+    spec = spec_of_config(new_model("glm4_moe", rope_parameters=rope).config)
+    assert says in str(why_not(spec, torch.float32, torch.device("cpu")))
 
 
 def test_what_torch_alone_computes_is_named() -> None:
@@ -98,15 +109,15 @@ def test_what_torch_alone_computes_is_named() -> None:
         "layers.0.mlp is Plain": {"mlp": Plain("silu", 48)},
         "layers.0.before.1 is None": {"before": (own.before[0], None)},
         "layers.0.before.0.centred is True": {"before": (centred, own.before[1])},
-        "layers.0.attention.rope is None": {"attention": replace(attention, rope=None)},
-        "layers.0.attention.rope.dim is 4": {"attention": replace(attention, rope=Rope(4, 1e4))},
+        "layers.0.mixer.rope.dim is 0": {"mixer": replace(attention, rope=Rope(0, 1e4))},
+        "layers.0.mixer.rope.dim is 4": {"mixer": replace(attention, rope=Rope(4, 1e4))},
     }
     every = {what: replace(spec, layers=(replace(own, **more),)) for what, more in changed.items()}
     every["head.scale is 0.5"] = replace(spec, head=replace(spec.head, scale=0.5))
     every["head.norm.centred is True"] = replace(spec, head=replace(spec.head, norm=centred))
     for what, one in every.items():
         assert why_not(one, torch.float32, torch.device("cpu")) == f"{computed} {what}"
-    for family in {*ALL} - {*NATIVE, "phi3"}:
+    for family in {*TORCH} - {"lfm2"}:
         said = why_not(spec_of_config(models.model_of(family).config), torch.float32, torch.device("cpu"))
         assert str(said).startswith(computed), family
 

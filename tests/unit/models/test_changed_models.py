@@ -73,12 +73,23 @@ def set_data(model: Any, times: int) -> None:
         mlp(model).down_proj.weight.data = random_weight(seed)
 
 
+def set_data_where_it_was(model: Any) -> None:
+    """Other numbers at the weight's first address, which the allocator gives again once it was left."""
+    weight = mlp(model).down_proj.weight
+    first = weight.data_ptr()
+    for seed in range(100):
+        weight.data = random_weight(seed)
+        if seed and weight.data_ptr() == first:
+            break
+
+
 # What is done, what is then said of it where it is not followed, and whether the model's own forward follows it.
 EDITS: dict[str, tuple[Edit, str, bool]] = {
     "a weight": (lambda m, _: set_weights(m, 1), r"the weight of model.layers.1.mlp.down_proj \(Linear\) is an", True),
     "a weight twice": (lambda m, _: set_weights(m, 2), "the weight of model.layers.1.mlp.down_proj", True),
     "data": (lambda m, _: set_data(m, 1), "the weight of .* lies elsewhere in memory", True),
     "data twice": (lambda m, _: set_data(m, 2), "the weight of model.layers.1.mlp.down_proj", True),
+    "data at one address": (lambda m, _: set_data_where_it_was(m), "the weight of model.layers.1.mlp", True),
     "past the counter": (lambda m, _: mlp(m).down_proj.weight.data.neg_(), "the weight of .* was written to", True),
     "by numpy": (
         lambda m, _: mlp(m).up_proj.weight.detach().numpy().__imul__(-1),

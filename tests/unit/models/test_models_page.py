@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[3]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/models_table.py"), run_name="models_table")
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
 # Multiples everywhere; sinks and windows; latent attention; windows that the mask alone knows; what layers are given
-# beside hidden states; rotary positions of their own; refused for recurrent layers.
-CHOSEN = ("granite", "gpt_oss", "youtu", "phimoe", "gemma4_text", "deepseek_v2", "mamba2", "stablelm")
+# beside hidden states; rotary positions of their own; refused for recurrent layers; run by their description alone.
+CHOSEN = ("granite", "gpt_oss", "youtu", "phimoe", "gemma4_text", "deepseek_v2", "mamba2", "stablelm", "lfm2")
 EXACT = [row.split("`")[1] for row in PAGE if re.match(r"\| `.*` \| modules", row)]
 SAMPLE = sorted({*CHOSEN, "llama", *SCRIPT["kinds"]()[::5], *EXACT[::6]})
 

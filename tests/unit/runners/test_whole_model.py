@@ -161,7 +161,9 @@ def test_what_is_not_there_says_why() -> None:
         TargetError, match=r"GPT2LMHeadModel .*called by themselves: .* is no decoder.*that reads tokens"
     ):
         target.embed([3])
-    with pytest.raises(CheckpointError, match="specdec knows no layers with rotary positions in this GPT2LMHeadModel"):
+    with pytest.raises(
+        CheckpointError, match="there is none for this GPT2LMHeadModel: its model_type 'gpt2' is none of"
+    ):
         Engine(target, drafter={"name": "mtp", "head": "somewhere"})
     with pytest.raises(TargetError, match="no copy of this GPT2LMHeadModel can be made: its model_type 'gpt2' is none"):
         Engine.from_model(model_of("gpt2"))
