@@ -144,6 +144,7 @@ def logit_scale(settings: Settings) -> tuple[float, float]:
 
 def lfm2(settings: Settings) -> list[Layer]:
     settings.said("full_attn_idxs")  # in layer_types
+    settings.said("block_norm_eps", "block_mlp_init_scale", "block_out_init_scale")  # published, and read by no class
     width, norm = settings.count("intermediate_size"), read_norm(settings)
     multiple, factor = settings.count("block_multiple_of"), settings.get("block_ffn_dim_multiplier")
     if settings.get("block_auto_adjust_ff_dim"):

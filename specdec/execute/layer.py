@@ -253,7 +253,8 @@ def _between(act: Activation, weights: GatedWeights | PlainWeights, normed: torc
     if isinstance(weights, PlainWeights):
         return _ACTS[act](weights.up(normed))
     gate, up = weights.gate_up(normed).chunk(2, -1)
-    return _ACTS[act](gate).mul_(up)
+    mixed = _ACTS[act](gate)
+    return mixed * up if mixed.requires_grad else mixed.mul_(up)
 
 
 def _by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tensor:

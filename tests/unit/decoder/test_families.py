@@ -75,6 +75,13 @@ def test_windows_are_those_of_the_layers() -> None:
     assert [layer.attention.window for layer in moved.layers] == [None, None, 5]
 
 
+def test_a_kind_of_layer_that_a_model_has_not_needs_no_positions() -> None:
+    full = {"rope_type": "default", "rope_theta": 1e5}
+    changes = {"layer_types": ["full_attention"] * 3, "rope_parameters": {"full_attention": full}}
+    spec = spec_of_config(config_of("mellum", **changes))
+    assert [layer.attention.rope.base for layer in spec.layers] == [1e5] * 3
+
+
 def test_layers_that_are_alike_are_one_object() -> None:
     spec = spec_of_config(AutoConfig.for_model("gemma3_text"))
     assert len({id(layer) for layer in spec.layers}) == len({*spec.layers}) == 2
