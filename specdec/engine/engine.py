@@ -127,7 +127,8 @@ class Engine(NotCopied):
         """Most tokens of a prompt that go through one forward."""
         if self.prefill_chunk is not None:
             return self.prefill_chunk
-        windows = [spec.window for spec in self.target.specs if spec.window is not None]
+        # A convolution remembers keys without values, and too few of them to bound a chunk.
+        windows = [spec.window for spec in self.target.specs if spec.window is not None and spec.value_dim]
         return min(512, max(32, min(windows))) if windows else 512  # a window's size, but no sliver
 
     def warm_up(self, sequences: int = 1) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Layer, Mixer, Sigmoid
+from specdec.decoder.spec import Activation, Attention, Experts, Layer, Sigmoid
 from specdec.execute.norm import normed_heads
 from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step import device_copies
@@ -37,9 +37,8 @@ __all__ = [
     "layer_around",
 ]
 
-Mix = Callable[..., torch.Tensor]
-"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]. Of a
-convolution: inputs [T, D] -> convolved [T, D]."""
+Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Queries [1, H, T, d], and the rows' own keys and values [1, G, T, d] -> attention of each row [1, H, T, d]."""
 
 ByRow = Callable[[torch.Tensor], torch.Tensor]
 """[T, D] -> [T, D], such as :class:`specdec.execute.norm.RmsNorm`."""
@@ -124,26 +123,27 @@ def layer(
     spec: Layer,
     weights: LayerWeights,
     hidden: torch.Tensor,
-    angles: Angles | None,
+    angles: Angles,
     mix: Mix,
     parts: Part = Part.BOTH,
     *,
     reads: torch.Tensor | None = None,
     wanted: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """[T, D] rows through a layer, or through these of its parts.
+    """[T, D] rows through a layer that has attention, or through these of its parts.
 
     Args:
         spec: what it computes.
         weights: by what.
         hidden: [T, D]; [N, D] where ``reads`` are of other rows, too, which have keys and values alone.
-        angles: rotary positions [T, d]; not read by a convolution.
-        mix: attention, or the convolution.
+        angles: rotary positions [T, d].
+        mix: attention.
         parts: what runs.
         reads: [T, I] what queries, keys and values are made of, where that is not ``hidden`` normed (EAGLE).
         wanted: the N rows that go on, for which ``mix`` gives [1, H, N, d]; the others are only attended to.
     """
-    attend = partial(_mixed, spec.mixer, weights, angles=angles, mix=mix)
+    own: Any = spec.mixer
+    attend = partial(attention, own, weights, angles=angles, mix=mix)
     return layer_around(spec, weights, hidden, attend, parts, reads=reads, wanted=wanted)
 
 
@@ -157,7 +157,8 @@ def layer_around(
     reads: torch.Tensor | None = None,
     wanted: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """As :func:`layer`, for attention that is not of these rows alone, or whose kernels turn heads by themselves.
+    """As :func:`layer`, for attention that is not of these rows alone, whose kernels turn heads by themselves, or for
+    another mixer.
 
     ``attend``: from what queries, keys and values are made of [T, I] to the attention of the rows that go on [N, H d].
     """
@@ -195,16 +196,6 @@ def _added(
 
 def _scaled(values: torch.Tensor, scale: float) -> torch.Tensor:
     return values if scale == 1.0 else values * scale
-
-
-def _mixed(own: Mixer, weights: LayerWeights, reads: torch.Tensor, angles: Angles | None, mix: Mix) -> torch.Tensor:
-    """What attention gives, or a convolution [T, D], for rows [T, I]."""
-    if isinstance(own, Attention):
-        assert angles is not None
-        return attention(own, weights, reads, angles, mix)
-    assert weights.qkv is not None
-    before, after, inputs = weights.qkv(reads).chunk(3, -1)
-    return after * mix(before * inputs)
 
 
 def attention(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:

@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import torch
 
+from specdec.execute.layer import LayerWeights
 from specdec.runners.rows import Rows, TextRows
 
-__all__ = ["convolved"]
+__all__ = ["convolved", "gated_conv"]
+
+
+def gated_conv(rows: Rows, layer: int, weights: LayerWeights, reads: torch.Tensor) -> torch.Tensor:
+    """[T, D] what a layer's gated short convolution gives, for the rows' [T, D]."""
+    assert weights.qkv is not None
+    assert weights.taps is not None
+    before, after, inputs = weights.qkv(reads).chunk(3, -1)
+    return after * convolved(rows, layer, *weights.taps, before * inputs)
 
 
 def convolved(

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from specdec.decoder.rope import Angles, RopeTables
 from specdec.decoder.spec import Attention, Experts, Head, Mixer, Rope
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.execute.layer import layer
-from specdec.execute.short_conv import convolved
+from specdec.execute.layer import layer, layer_around
+from specdec.execute.short_conv import gated_conv
 from specdec.execute.weights import DecoderWeights, Kernel, rows_of
 from specdec.runners.attention import attend, describe_backend
 from specdec.runners.linear import DenseLinear, HeadOf, PackedWeight, linear_kernel
@@ -160,21 +160,20 @@ class TorchExecutor:
         ``hidden``: None where the rows begin with their tokens.
         """
         hidden = self._embedded(rows.tokens[0].to(self.device)) if hidden is None else hidden
-        angles = dict[Rope, Angles]()
-        parts, found = rows.step.plan.parts, dict[int, torch.Tensor]()
+        angles, parts, found = dict[Rope, Angles](), rows.step.plan.parts, dict[int, torch.Tensor]()
+        mixer: Any
         for number in range(first, last):
             if number in taps:
                 found[number] = hidden
             own, which = self._layers[number], parts[number] if parts else Part.BOTH
-            mixer, weights = own.mixer, self._weights.layers[number]
-            if isinstance(mixer, Attention):
+            weights, mixer = self._weights.layers[number], own.mixer
+            if weights.taps is None:
                 if mixer.rope not in angles:
                     angles[mixer.rope] = self._ropes.of(mixer.rope, rows)
                 mix = partial(stored_and_attended, rows, number, mixer)
                 hidden = layer(own, weights, hidden, angles[mixer.rope], mix, which)
             else:
-                assert weights.taps is not None
-                hidden = layer(own, weights, hidden, None, partial(convolved, rows, number, *weights.taps), which)
+                hidden = layer_around(own, weights, hidden, partial(gated_conv, rows, number, weights), which)
         return hidden, found
 
     def _finished(self, rows: Rows, last: int, hidden: torch.Tensor, found: dict[int, torch.Tensor]) -> StepOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Annotated, Any
 
@@ -25,11 +26,16 @@ __all__ = [
     "unused_generation_options",
     "weight_of",
     "weights_in",
+    "why_special",
 ]
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "lru_width")  # options of such layers alone
 _CHOOSING = ("index_topk", "index_topk_blocks", "keep_window_size")  # of attention over so many keys, chosen by scores
+_DESCRIBED = (
+    "its description can be run: load its folder without execution='modules', device_map and parallel='tensor', or "
+    "copy the model by Engine.from_model(model)"
+)
 _UNFIT = "recurrent layers keep no keys per token. Use a decoder of attention and MLP"
 _TOKENS = Annotated[int | list[int] | tuple[int, ...] | set[int], "a token id, or a list of them"]
 # Options of a generation config that change tokens -> the value that is off, as None is. SamplingParams say these too,
@@ -45,6 +51,9 @@ _GENERATION = {
     **dict.fromkeys(("stop_strings", "watermarking_config"), False),
 }
 _NORMS = ("norm", "final_layer_norm", "final_layernorm")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Where transformers' hooks come from that look at what a module gives, once a user has asked for hidden states.
+_LOOKS = ("transformers.utils.output_capturing", "specdec.runners.whole_model")
 
 
 def refuse_unfit(name: str, config: Any, *, described: bool = False) -> None:
@@ -59,7 +68,7 @@ def refuse_unfit(name: str, config: Any, *, described: bool = False) -> None:
         copied = getattr(config, "model_type", None) in FAMILIES
         raise TargetError(
             f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); "
-            + ("a copy of it can be: Engine.from_model(model), or load its folder" if copied else _UNFIT)
+            + (_DESCRIBED if copied else _UNFIT)
         )
     longest = context_length_of(config)
     chosen = [f"{key}={limit}" for key in _CHOOSING if 0 < (limit := getattr(config, key, None) or 0) < longest]
@@ -151,3 +160,36 @@ def device_of(module: nn.Module) -> torch.device:
     hook: Any = getattr(module, "_hf_hook", None)
     place = getattr(hook, "execution_device", None)
     return device if device.type != "meta" or place is None else torch.device(place)
+
+
+def why_special(module: nn.Module) -> str | None:
+    """How a module differs from its class, or None: hooks, a replaced ``forward``, or weights that are not plain.
+
+    DTensors, quantised weights and other tensor subclasses are not plain parameters.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is None or (type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor):
+            continue
+        # Checked first: libraries that split weights over devices replace their modules' forward as well.
+        return f"has a {name} that is a {type(parameter.data).__name__}"
+    if "forward" in module.__dict__:
+        return "has a forward of its own"
+    if hasattr(module, "_hf_hook") or any(_hooks_in(getattr(module, name, {})) for name in _HOOKS):
+        return "has hooks"
+    if "parametrizations" in module._modules:
+        return "is parametrized"
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if parameter.is_meta:
+            return f"has its {name} offloaded"
+        if not parameter.is_floating_point():
+            return f"has a {name} of {parameter.dtype}"
+    return None
+
+
+def _hooks_in(table: Mapping[int, Any]) -> list[Any]:
+    """The hooks in a module's table, without those that change nothing and look only while the model itself is called:
+    transformers leaves them in a model that was asked for hidden states or attentions, and ``modules`` asks the norm.
+    """
+    return [hook for hook in table.values() if getattr(hook, "__module__", None) not in _LOOKS]

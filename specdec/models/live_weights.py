@@ -19,7 +19,7 @@ from specdec.decoder.settings import Settings
 from specdec.decoder.spec import DecoderSpec, Experts, UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.decoder.weights.source import TensorSource
-from specdec.runners.known_layers import why_special
+from specdec.models.inspection import why_special
 
 __all__ = ["read_live"]
 

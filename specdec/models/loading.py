@@ -88,9 +88,10 @@ def load_weights(
     try:
         refuse_adapter(place)
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-        refuse_unfit(type(config).__name__.removesuffix("Config"), config.get_text_config())
+        text = config.get_text_config()
+        refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=text.model_type in FAMILIES)
         check_sizes(config.to_dict(), str(path))
-        take_long_factors(vars(config.get_text_config()), max_model_len)
+        take_long_factors(vars(text), max_model_len)
         if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
             config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
         _check_quantised(place, config, spread=spread)

@@ -38,6 +38,7 @@ from specdec.models.inspection import (
     refuse_unfit,
     weight_of,
     weights_in,
+    why_special,
 )
 from specdec.models.live_model import load_live
 from specdec.models.loading import check_place
@@ -51,7 +52,6 @@ from specdec.models.self_check import (
 )
 from specdec.runners import ACTIVATIONS, ATTENTIONS, EXECUTIONS
 from specdec.runners.boundary_ops import Joint, Joints, read_joints
-from specdec.runners.known_layers import why_special
 from specdec.runners.linear import (
     DenseLinear,
     HeadOf,

@@ -54,8 +54,20 @@ static void round_row_to_bytes(float *row, int64_t inputs) {
     }
 }
 
-/* sum + the products of four bytes in each lane, unsigned times signed. A sum of two products can exceed 16 bits where
- * codes use `whole` bytes; then the codes' highest bits are multiplied separately. */
+/* Whether 16 bits add products of bytes, which 32 bits then add; else an instruction, or a loop, adds four of them. */
+#if LANES == 8 && defined(__AVX2__) && !defined(__AVXVNNI__)
+#define HOLDS 1
+#else
+#define HOLDS 0
+#endif
+
+/* Steps whose products of codes and bytes 16 bits hold, as 2 * 127 * steps * the largest code is below 2^15. */
+INLINE int held_by(const int bits, const int listed) {
+    return listed || bits == 8 ? 1 : bits == 6 ? 2 : bits == 5 ? 4 : 8;
+}
+
+/* sum + the products of four bytes in each lane, unsigned times signed; where it HOLDS, they are added two by two. A sum of
+ * two can exceed 16 bits where codes use `whole` bytes; there codes less 128 are multiplied, of which 16 bits hold two. */
 INLINE ints add_fours(ints sum, words weights, int32_t row, const int whole) {
 #if LANES == 16 && defined(__AVX512VNNI__)
     (void)whole;
@@ -63,18 +75,27 @@ INLINE ints add_fours(ints sum, words weights, int32_t row, const int whole) {
 #elif LANES == 8 && defined(__AVXVNNI__)
     (void)whole;
     return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(row));
+#elif HOLDS
+    const __m256i all = _mm256_set1_epi32(row), less = (__m256i)(weights ^ 0x80808080);
+    if (whole) return (ints)_mm256_maddubs_epi16(_mm256_abs_epi8(less), _mm256_sign_epi8(all, less));
+    return (ints)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)weights, all));
 #elif LANES == 16 && defined(__AVX512BW__)
 #define TWO(bytes) _mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)(bytes), _mm512_set1_epi32(row)), _mm512_set1_epi16(1))
-#elif LANES == 8 && defined(__AVX2__)
-#define TWO(bytes) _mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)(bytes), _mm256_set1_epi32(row)), _mm256_set1_epi16(1))
+    if (!whole) return sum + (ints)TWO(weights);
+    return sum + (ints)TWO(weights & 0x7f7f7f7f) + (ints)TWO(weights & 0x80808080);
+#undef TWO
 #else
     (void)whole;
     for (int at = 0; at < 32; at += 8) sum += (ints)(weights >> at & 255) * (int8_t)((uint32_t)row >> at);
     return sum;
 #endif
-#ifdef TWO
-    if (!whole) return sum + (ints)TWO(weights);
-    return sum + (ints)TWO(weights & 0x7f7f7f7f) + (ints)TWO(weights & 0x80808080);
-#undef TWO
+}
+
+/* sum + both of each lane's sums in 16 bits. */
+INLINE ints add_held(ints sum, ints held) {
+#if HOLDS
+    return sum + (ints)_mm256_madd_epi16((__m256i)held, _mm256_set1_epi16(1));
+#else
+    return sum + held;
 #endif
 }

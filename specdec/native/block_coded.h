@@ -1,5 +1,5 @@
-/* Products of blocks that extract codes from their words right where they multiply: for rows in bytes, and for few rows
- * in 16-bit integers. */
+/* Products of blocks with rounded rows. Codes are extracted from their words right where they multiply; for many rows in
+ * 16-bit integers, pairs of them are read from where they were decoded. */
 
 /* Chunks to multiply: the codes of the first chunk; the bytes from a chunk to the next, and the chunks of a block;
  * and how many bytes ahead to prefetch, or 0. */
@@ -10,102 +10,179 @@ typedef struct {
     int offset, subtracts;
 } Chunks;
 
-/* Sums [rows, PANEL] += rows, `apart` words from row to row, times chunks, for vectors [from, from + wide). */
-INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, float *sums, int64_t from, const int rows,
-                            const int wide, const int bits, const int listed, const int bytes) {
-    enum { PARTS = 2 }; /* independent sums of a single row; integers give one total */
-    const int parts = rows == 1 ? PARTS : 1, groups = bits == 2 || bits == 3 || bits == 6 ? 2 : 1;
-    const int all = bytes ? FOURS : CHUNK / 2, steps = all / groups; /* words of a row's chunk, and of a group */
-    const uint8_t *codes = c->codes;
-    floats total[FEW_CODED][VECTORS];
+enum { STRETCHED = MOST, PASS = 96 }; /* inputs, and rows, of one pass */
+/* Decoded chunks of a format. */
+INLINE Chunks decoded_chunks(const WeightFormat *f, const Decoded *d, int64_t count) {
+    return (Chunks){.codes = (const uint8_t *)d->pairs, .count = count, .bytes = CHUNK * PANEL * sizeof(int16_t), .each = 1,
+                    .scales = d->scales, .minima = d->minima, .offset = f->offset, .subtracts = f->minima};
+}
+
+enum { DECODED = 16 }; /* bits of a code that has been decoded */
+enum { PARTS = 2 };    /* independent sums of a single row; integers give one total */
+/* Rows with a pointer; a row or two behind them is addressed by the stride and its double, which with AVX-512, whose
+ * products read rows themselves, would take an instruction more. */
+enum { EVERY = LANES == 16 ? 1 : 3 };
+enum { ROWS_AT_ONCE = FEW > FEW_CODED ? FEW : FEW_CODED };
+
+#if LANES == 8 && defined(__AVX2__) /* or gcc computes all products of a group, stores them, and adds them up later */
+#define KEEP(sum) __asm__("" : "+x"(sum))
+#else
+#define KEEP(sum) (void)0
+#endif
+#define HIDE(pointer) __asm__("" : "+r"(pointer)) /* or gcc computes and stores the address of all that is read */
+
+/* A chunk of rows: words, `stride` bytes from row to row; the first `tail` are the row's numbers. */
+typedef struct {
+    const char *at[(ROWS_AT_ONCE + EVERY - 1) / EVERY];
+    int64_t stride;
+    int tail;
+} RowWords;
+INLINE int32_t word_of(const RowWords *x, const int r, const int number) {
+    return *(const int32_t *)(x->at[r / EVERY] + r % EVERY * x->stride + 4 * number);
+}
+
+/* The sum of a row's numbers in a group: of one half of a chunk, or of both. */
+INLINE int32_t sum_of(const RowWords *x, const int r, const int half, const int groups) {
+    return word_of(x, r, x->tail + 1 + half) + (groups > 1 ? 0 : word_of(x, r, x->tail + 2));
+}
+
+/* Sums of rows by vectors: those of a group, and the totals, in registers or, if `stored`, in memory. */
+typedef struct {
+    ints found[ROWS_AT_ONCE][PARTS][VECTORS], held[ROWS_AT_ONCE][VECTORS];
+    floats total[ROWS_AT_ONCE][VECTORS];
+} GroupSums;
+
+/* Adds a group's sums, times scales, less minima, to the totals: every product of blocks with rounded rows uses these
+ * operations in this order. */
+INLINE void add_group(GroupSums *s, const RowWords *x, floats *sums, const float *scales, const float *minima,
+                      const int half, const int groups, const int rows, const int wide, const int stored,
+                      const int subtracts) {
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        const int32_t sum = sum_of(x, r, half, groups), bits = word_of(x, r, x->tail);
+        float back;
+        memcpy(&back, &bits, sizeof back);
+#if LANES == 16
+        const floats less = spread(-back * (float)sum);
+#else /* what is read for all lanes is computed for all */
+        const floats less = -spread(back) * __builtin_convertvector(sum + (ints){0}, floats);
+#endif
+#pragma GCC unroll 4
+        for (int v = 0; v < wide; v++) {
+            floats *own = stored ? sums + (r * PANEL / LANES + v) : &s->total[r][v];
+            const floats found = __builtin_convertvector(s->found[r][0][v], floats) * back;
+            *own = fused(found, load(scales, v * LANES, 0), *own);
+            if (subtracts) *own = fused(load(minima, v * LANES, 0), less, *own);
+        }
+    }
+}
+
+/* Adds one step's products to sums of a group; j is the step's number in it. */
+INLINE void add_step(GroupSums *s, const RowWords *x, const words *weight, const ints *begun, const int at, const int j,
+                     const int steps, const int rows, const int wide, const int bits, const int listed, const int bytes) {
+    const int holds = HOLDS && bytes, held = held_by(bits, listed) < steps ? held_by(bits, listed) : steps;
+    const int parts = rows == 1 && !holds ? PARTS : 1;
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < wide; v++) total[r][v] = load(sums, r * PANEL + (from + v) * LANES, 0);
-    for (int64_t n = 0; n < c->count; n++, x += all + 3) {
-        const uint32_t *own = (const uint32_t *)codes + from * LANES;
-        for (int at = 0; c->ahead && at < 4 * PANEL * bits + 64; at += 64)
+        for (int v = 0; v < wide; v++) {
+            ints *to = holds ? &s->held[r][v] : &s->found[r][j % parts][v], *all = &s->found[r][0][v];
+            const ints none = {0}, before = (holds ? j % held : j / parts) ? *to : j || holds ? none : begun[r];
+            if (bytes) *to = add_fours(before, weight[v], word_of(x, r, at), bits == 8 || listed);
+            else *to = add_pairs(before, weight[v], word_of(x, r, at));
+            KEEP(*to);
+            if (holds && (j + 1) % held == 0) {
+                *all = add_held(j < held ? begun[r] : *all, *to);
+                KEEP(*all);
+            }
+            if (parts > 1 && j == steps - 1) *all += s->found[r][1][v];
+        }
+}
+
+/* Sums [rows, PANEL] += rows, `apart` words from row to row, times chunks, for vectors [from, from + wide). */
+INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, float *sums, int64_t from, const int rows,
+                            const int wide, const int bits, const int listed, const int bytes, const int groups) {
+    const int all = bytes ? FOURS : CHUNK / 2, steps = all / groups; /* words of a row's chunk, and of a group */
+    const int stored = LANES == 8 && rows > 3, offset = HOLDS && bytes && (bits == 8 || listed) ? 0 : c->offset;
+    const float *scales = c->scales + from * LANES, *minima = c->minima + from * LANES;
+    const uint8_t *codes = c->codes;
+    RowWords own = {.stride = apart * sizeof *x, .tail = all};
+    GroupSums s;
+    floats *to = (floats *)(sums + from * LANES);
+    for (int r = 0; r < rows; r += EVERY) own.at[r / EVERY] = (const char *)(x + r * apart);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < wide && !stored; v++) s.total[r][v] = to[r * PANEL / LANES + v];
+    for (int64_t n = 0; n < c->count; n++) {
+        const uint32_t *here = (const uint32_t *)codes + from * LANES;
+        HIDE(here);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r += EVERY) HIDE(own.at[r / EVERY]);
+        for (int at = 0; bits < DECODED && c->ahead && at < 4 * PANEL * bits + 64; at += 64)
             __builtin_prefetch(codes + c->ahead + at, 0, LOCALITY);
 #pragma GCC unroll 2
-        for (int g = 0; g < groups; g++) {
-            const int64_t place = (n * groups + g) * PANEL + from * LANES;
-            ints found[FEW_CODED][PARTS][VECTORS];
-            int32_t sum[FEW_CODED];
+        for (int g = 0; g < groups; g++, scales += PANEL, minima += PANEL) {
+            HIDE(scales);
+            HIDE(minima);
+            HIDE(to);
+            ints begun[ROWS_AT_ONCE]; /* less what is taken from codes */
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                const int32_t *tail = x + r * apart + all;
-                sum[r] = groups == 1 ? tail[1] + tail[2] : tail[1 + g];
-#pragma GCC unroll 4
-                for (int v = 0; v < wide; v++) {
-                    found[r][parts - 1][v] = (ints){0};
-                    found[r][0][v] = (ints){0} - sum[r] * c->offset;
-                }
-            }
+            for (int r = 0; r < rows; r++) begun[r] = (ints){0} - sum_of(&own, r, g, groups) * offset;
 #pragma GCC unroll 16
             for (int j = 0; j < steps; j++) {
-                const int at = g * steps + j;
+                const int at = bytes || bits == DECODED ? g * steps + j : pair_at(g * steps + j);
                 words weight[VECTORS];
 #pragma GCC unroll 4
                 for (int v = 0; v < wide; v++)
-                    if (bytes) weight[v] = four_of(own + v * LANES, at, bits, listed);
-                    else weight[v] = pair_of(own + v * LANES, at, bits, listed);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-                    for (int v = 0; v < wide; v++) {
-                        ints *to = &found[r][j % parts][v];
-                        if (bytes) *to = add_fours(*to, weight[v], x[r * apart + at], bits == 8 || listed);
-                        else *to = add_pairs(*to, weight[v], x[r * apart + at]);
-                    }
+                    if (bits == DECODED) weight[v] = WORDS(here + v * LANES, at);
+                    else if (bytes) weight[v] = four_of(here + v * LANES, at, bits, listed);
+                    else weight[v] = pair_of(here + v * LANES, at, bits, listed);
+                add_step(&s, &own, weight, begun, at, j, steps, rows, wide, bits, listed, bytes);
             }
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                float back;
-                memcpy(&back, x + r * apart + all, sizeof back);
-#pragma GCC unroll 4
-                for (int v = 0; v < wide; v++) {
-                    ints one = found[r][0][v];
-                    if (parts > 1) one += found[r][1][v];
-                    total[r][v] = add_group(total[r][v], one, back, load(c->scales, place + v * LANES, 0));
-                    if (c->subtracts)
-                        total[r][v] = fused(load(c->minima, place + v * LANES, 0), spread(-back * (float)sum[r]), total[r][v]);
-                }
-            }
+            if (c->subtracts) add_group(&s, &own, to, scales, minima, g, groups, rows, wide, stored, 1);
+            else add_group(&s, &own, to, scales, minima, g, groups, rows, wide, stored, 0);
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r += EVERY) own.at[r / EVERY] += 4 * (all + 3);
         codes += c->bytes;
         if ((n + 1) % c->each == 0) codes += c->head;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < wide; v++) *(floats *)(sums + r * PANEL + (from + v) * LANES) = total[r][v];
+        for (int v = 0; v < wide && !stored; v++) to[r * PANEL / LANES + v] = s.total[r][v];
 }
 
-/* Calls the version for a number of rows; a machine with few registers takes half of the vectors at a time. */
-#define CODED_ROWS(n)                                                                          \
-    case n: {                                                                                  \
-        if (n > FEW_CODED) return;                                                             \
-        enum { WIDE = LANES == 16 || n == 1 ? PANEL / LANES : n < 4 ? PANEL / LANES / 2 : 1 }; \
-        for (int64_t from = 0; from < PANEL / LANES; from += WIDE)                             \
-            multiply_chunks(c, x, apart, sums, from, n, WIDE, bits, listed, bytes);            \
-        return;                                                                                \
+/* Vectors of a panel that some rows multiply at once: a machine with few registers takes half of them, or one. */
+#define VECTORS_OF(rows) \
+    (LANES == 16 || (rows) == 1 ? PANEL / LANES : (rows) <= HALVING ? PANEL / LANES / 2 : 1)
+
+/* Calls the version for a number of rows. */
+#define CODED_ROWS(n)                                                                                  \
+    case n: {                                                                                          \
+        if (bits == DECODED ? n > FEW || 2 * n < FEW : n > FEW_CODED) return; /* more rows are equal groups */ \
+        enum { WIDE = VECTORS_OF(n) };                                                                 \
+        for (int64_t from = 0; from < PANEL / LANES; from += WIDE)                                     \
+            multiply_chunks(c, x, apart, sums, from, n, WIDE, bits, listed, bytes, groups);            \
+        return;                                                                                        \
     }
 
 INLINE void multiply_rows(const Chunks *c, const int32_t *x, int64_t apart, float *sums, int64_t rows, const int bits,
-                          const int listed, const int bytes) {
-    switch (rows) { CODED_ROWS(1) CODED_ROWS(2) CODED_ROWS(3) CODED_ROWS(4) }
+                          const int listed, const int bytes, const int groups) {
+    switch (rows) { CODED_ROWS(1) CODED_ROWS(2) CODED_ROWS(3) CODED_ROWS(4) CODED_ROWS(5) CODED_ROWS(6) }
 }
 
 INLINE void multiply_format(const WeightFormat *f, const Chunks *c, const int32_t *x, int64_t apart, float *sums,
                             int64_t rows, const int bytes) {
     switch (f->levels ? 0 : f->bits) {
-        case 0: multiply_rows(c, x, apart, sums, rows, 4, 1, bytes); break;
-        case 2: multiply_rows(c, x, apart, sums, rows, 2, 0, bytes); break;
-        case 3: multiply_rows(c, x, apart, sums, rows, 3, 0, bytes); break;
-        case 4: multiply_rows(c, x, apart, sums, rows, 4, 0, bytes); break;
-        case 5: multiply_rows(c, x, apart, sums, rows, 5, 0, bytes); break;
-        case 6: multiply_rows(c, x, apart, sums, rows, 6, 0, bytes); break;
-        default: multiply_rows(c, x, apart, sums, rows, 8, 0, bytes);
+        case 0: multiply_rows(c, x, apart, sums, rows, 4, 1, bytes, 1); break;
+        case 2: multiply_rows(c, x, apart, sums, rows, 2, 0, bytes, 2); break;
+        case 3: multiply_rows(c, x, apart, sums, rows, 3, 0, bytes, 2); break;
+        case 4: multiply_rows(c, x, apart, sums, rows, 4, 0, bytes, 1); break;
+        case 5: multiply_rows(c, x, apart, sums, rows, 5, 0, bytes, 1); break;
+        case 6: multiply_rows(c, x, apart, sums, rows, 6, 0, bytes, 2); break;
+        default: multiply_rows(c, x, apart, sums, rows, 8, 0, bytes, 1);
     }
 }
 

@@ -130,12 +130,12 @@ INLINE words levels_of(words eight, const int k) {
     return (words)_mm512_permutexvar_epi16((__m512i)(eight >> 4 * k), _mm512_loadu_si512(levels.twice));
 #elif LANES == 8 && defined(__AVX2__) /* four levels as bytes, of which two are widened */
     const __m256i list = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)levels.bytes));
-    const shorts four = (shorts)_mm256_shuffle_epi8(list, (__m256i)(eight >> 4 * (k % 2) & 0x0f0f0f0f));
-    return (words)((k < 2 ? four << 8 : four) >> 8);
+    const shorts four = (shorts)_mm256_shuffle_epi8(list, (__m256i)eight);
+    return (words)((k ? four : four << 8) >> 8);
 #else
     words found;
     for (int n = 0; n < LANES; n++)
-        found[n] = (uint16_t)levels.bytes[eight[n] >> 4 * k & 15] | (uint32_t)(uint16_t)levels.bytes[eight[n] >> (4 * k + 16) & 15] << 16;
+        found[n] = (uint16_t)levels.bytes[eight[n] >> 8 * k & 15] | (uint32_t)(uint16_t)levels.bytes[eight[n] >> (8 * k + 16) & 15] << 16;
     return found;
 #endif
 }
@@ -158,29 +158,6 @@ INLINE words byte_levels_of(words numbers) {
 
 #define WORDS(from, n) (*(const words *)((from) + (n) * PANEL))
 
-/* Values of two inputs' codes, for LANES outputs: two adjacent 16-bit numbers each. `k` is the pair's index in
- * CHUNK. */
-INLINE words pair_of(const uint32_t *codes, const int k, const int bits, const int listed) {
-    const uint32_t *more = codes + 4 * PANEL; /* bits above four; two such bits take half as many words */
-    const int eight = k / 4, side = k % 2, byte = k % 4 / 2 * 8;
-    const int one = 2 * eight + side + byte, two = 4 * (eight % 2) + 2 * side + byte; /* shifts of one and two bits */
-    if (bits == 8) {
-        const doubled both = (doubled)WORDS(codes, 2 * eight + side);
-        if (byte) return (words)(both >> 8);
-        return (words)(both & 255);
-    }
-    if (bits < 4) {
-        const words low = WORDS(codes, k / 8) >> two & 0x00030003;
-        if (bits == 2) return low;
-        return low | (shifted(WORDS(codes, 2), one - 2) & 0x00040004);
-    }
-    if (listed) return levels_of(WORDS(codes, eight), k % 4);
-    const words low = WORDS(codes, eight) >> 4 * (k % 4) & 0x000f000f;
-    if (bits == 5) return low | (shifted(WORDS(more, 0), one - 4) & 0x00100010);
-    if (bits == 6) return low | (shifted(WORDS(more, k / 8), two - 4) & 0x00300030);
-    return low;
-}
-
 /* Values of four inputs' codes as bytes, plus 128 where they are levels. `j` is the index of the four in CHUNK. */
 INLINE words four_of(const uint32_t *codes, const int j, const int bits, const int listed) {
     const uint32_t *more = codes + 4 * PANEL;
@@ -197,10 +174,27 @@ INLINE words four_of(const uint32_t *codes, const int j, const int bits, const i
     return low;
 }
 
+/* Values of two inputs' codes, for LANES outputs: two adjacent 16-bit numbers each. `k` is the pair's index in
+ * CHUNK. Pairs k and k + 2 of four are extracted as bytes together. */
+INLINE words pair_of(const uint32_t *codes, const int k, const int bits, const int listed) {
+    const int high = k % 4 / 2;
+    if (listed && LANES == 16) return levels_of(WORDS(codes, k / 4), k % 4);
+    const words four = four_of(codes, k / 4 * 2 + k % 2, bits, 0);
+    if (listed) return levels_of(four, high);
+    if (high) return (words)((doubled)four >> 8);
+    return (words)((doubled)four & 255);
+}
+
+/* The order in which pairs are extracted. */
+INLINE int pair_at(const int n) { return n / 4 * 4 + n % 4 / 2 + n % 2 * 2; }
+
 INLINE void decode_chunk(const uint32_t *codes, uint32_t *to, const int bits, const int listed) {
     for (int first = 0; first < PANEL; first += LANES)
 #pragma GCC unroll 16
-        for (int k = 0; k < CHUNK / 2; k++) *(words *)(to + k * PANEL + first) = pair_of(codes + first, k, bits, listed);
+        for (int n = 0; n < CHUNK / 2; n++) {
+            const int k = pair_at(n);
+            *(words *)(to + k * PANEL + first) = pair_of(codes + first, k, bits, listed);
+        }
 }
 
 /* LANES bytes, signed or unsigned, as 32-bit numbers; gcc would convert vectors one lane after another. */

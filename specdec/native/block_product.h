@@ -29,7 +29,7 @@ static void product_in_blocks(const Product *p, const float *x, float *y, int64_
                 const int64_t some = rows - row < PASS ? rows - row : PASS, stride = apart_by(p->inputs);
                 if (f->levels == HALVES) multiply_float16(part, panel, p->inputs, x + row * stride, sums, some);
                 else if (has_float_levels(f)) multiply_levels(f, weight, p->inputs, x + row * stride, stride, sums, some);
-                else if (p->kind == INT8_QUANTISED || (p->kind == QUANTISED && rows <= FEW_CODED))
+                else if (p->kind == INT8_QUANTISED || (p->kind == QUANTISED && some <= FEW_CODED))
                     multiply_coded(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == INT8_QUANTISED);
                 else multiply_blocks(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == EXACT_QUANTISED);
                 for (int64_t r = 0; r < some; r++) {

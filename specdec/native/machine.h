@@ -48,17 +48,21 @@
 #define FUSES 0
 #endif
 /* Rows whose sums are in registers at once: MOST_ROWS of a panel's weights, TWIN of those of two panels; FEW of a
- * block's, FEW_CODED of them where codes are extracted as well. */
+ * block's, FEW_CODED of them where codes are extracted as well, HALVING of them by half of a panel. */
 #ifdef __AVX512F__ /* 28 sums of 16 values, beside the weights: 14 rows of the 2 vectors of a panel */
 #define LANES 16
-enum { MOST_ROWS = 14, TWIN = 6, FEW = 6, FEW_CODED = 4 };
+enum { MOST_ROWS = 14, TWIN = 6, FEW = 6, FEW_CODED = 4, HALVING = 6 };
 #elif defined(__AVX2__) || defined(__aarch64__)
 /* 12 sums of 8 values: 3 rows of 4 vectors, or 6 rows of two vectors and then two more, which reads less */
 #define LANES 8
-enum { MOST_ROWS = 6, TWIN = 0, FEW = 6, FEW_CODED = 4 };
+#ifdef __AVX2__
+enum { MOST_ROWS = 6, TWIN = 0, FEW = 6, FEW_CODED = 6, HALVING = 6 };
+#else
+enum { MOST_ROWS = 6, TWIN = 0, FEW = 6, FEW_CODED = 4, HALVING = 3 };
+#endif
 #else /* a vector is two registers, and there are 16: more rows would only take the compiler minutes */
 #define LANES 8
-enum { MOST_ROWS = 2, TWIN = 0, FEW = 2, FEW_CODED = 1 };
+enum { MOST_ROWS = 2, TWIN = 0, FEW = 2, FEW_CODED = 1, HALVING = 3 };
 #endif
 /* Rows whose sums are kept in one place while a stretch of a panel's weights, which they share, is in the cache. */
 enum { CROWDED = 84 };

@@ -1,7 +1,7 @@
 """What runs a model, below its description: :mod:`whole_model` calls a live model's own forward (``modules``).
 
 Executors (:mod:`specdec.execute`) share the rest: rows and their masks, attention, products, native layers, CUDA graphs
-and Triton's kernels. :mod:`known_layers` and :mod:`layers` run single layers of transformers' classes, as heads have.
+and Triton's kernels.
 """
 
 __all__ = ["ACTIVATIONS", "ATTENTIONS", "EXECUTIONS"]

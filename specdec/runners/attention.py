@@ -20,12 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from specdec.errors import ConfigError, TargetError
+from specdec.errors import ConfigError
 from specdec.runners.attention_kernels import (
     FLASH,
     PartialAttention,
@@ -40,18 +39,12 @@ from specdec.runners.visibility import Layout
 from specdec.step.cache import LayerSpec
 
 __all__ = [
-    "ATTENTION",
     "attend",
     "attend_all",
     "attend_ends",
     "check_runs",
     "describe_backend",
-    "layer_attention",
-    "update_and_attend",
 ]
-
-ATTENTION = "specdec"
-"""The name of ``layer_attention`` among transformers' attention functions."""
 
 # On a CPU one masked call beats two plain ones until the mask is this large (measured: 16 rows, 3,000 keys).
 SPLIT_FROM = 48_000
@@ -81,73 +74,23 @@ def describe_backend(name: str, specs: Sequence[LayerSpec], softcap: float | Non
     return f"{name} (text so far: {prefix}, tree: plain products)"
 
 
-def layer_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    rows: Rows | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """The function that transformers' attention modules call; ``rows`` travels to it through the layers' arguments.
-
-    ``key`` and ``value`` are of these rows. Returns [1, T, Hq, D] and no weights.
-
-    Raises:
-        TargetError: called outside a specdec forward.
-    """
-    if rows is None:
-        raise TargetError(f"attn_implementation={ATTENTION!r} is for specdec's own calls; name another one")
-    rows.attended += 1
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer: Any = module.layer_idx
-    rows.store(key, value, layer)
-    mixed = attend(query, rows, layer, scale, softcap, sinks=options.get("s_aux"))
-    return mixed.transpose(1, 2).contiguous(), None  # as transformers' functions do, whose results some layers view
-
-
-def update_and_attend(
-    rows: Rows, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, scale: float
-) -> torch.Tensor:
-    """Store a layer's ``keys`` and ``values`` [1, Hkv, T, D or Dv], then ``attend``."""
-    rows.store(keys, values, layer)
-    return attend(query, rows, layer, scale)
-
-
 def attend(
     query: torch.Tensor,
     rows: Rows | TextRows,
     layer: int,
     scale: float,
     softcap: float | None = None,
-    *,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv].
-
-    ``sinks``: [Hq] a score of each head that takes its share of the softmax, and has no value.
-    """
+    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
     if isinstance(rows, TextRows):
-        return _attend(query, rows, layer, scale, softcap, sinks)
+        return _attend(query, rows, layer, scale, softcap)
     if rows.alone:
-        return _attend(query, rows.parts[0], layer, scale, softcap, sinks)
-    every = [_attend(query[:, :, one.begins : one.ends], one, layer, scale, softcap, sinks) for one in rows.parts]
+        return _attend(query, rows.parts[0], layer, scale, softcap)
+    every = [_attend(query[:, :, one.begins : one.ends], one, layer, scale, softcap) for one in rows.parts]
     return torch.cat(every, 2)
 
 
-def _attend(
-    query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    if sinks is not None:
-        keys, values, mask = rows.visible(layer, query.dtype)
-        output, total = plain_attention(query, keys, values, scale, mask, softcap)
-        share = torch.sigmoid(total - sinks.to(total.dtype)[:, None])  # e^total / (e^total + e^sink)
-        return (output * share.unsqueeze(-1)).to(query.dtype)
+def _attend(query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None) -> torch.Tensor:
     large = rows.rows > 1 and rows.rows * (rows.length + rows.rows) > SPLIT_FROM
     if large or query.is_cuda or rows.backend == "flash":
         return _split(query, rows, layer, scale, softcap)

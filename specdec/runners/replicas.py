@@ -1,10 +1,9 @@
-"""Replicas: modules with a model's weights, in eval mode, whose configs name another attention function.
+"""Replicas: modules with a model's weights, in eval mode.
 
-A module of transformers looks up its attention function in its config, and its mode decides on dropout. Setting either
-for a while would set it for every other caller of the model, in other threads and in callbacks. So specdec never sets
-them. It calls replicas, as torch's DataParallel makes them: objects of the same classes with the same parameters,
-buffers and hooks. They are made again whenever the model's modules have changed, and attributes that a replica writes
-while it runs are written to the model's module, too.
+A module's mode decides on dropout. Setting it for a while would set it for every other caller of the model, in other
+threads and in callbacks. So specdec never sets it. It calls replicas, as torch's DataParallel makes them: objects of
+the same classes with the same parameters, buffers and hooks. They are made again whenever the model's modules have
+changed, and attributes that a replica writes while it runs are written to the model's module, too.
 """
 
 from __future__ import annotations
@@ -28,22 +27,17 @@ Parts = Mapping[str, "Parts"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-_WATCHED = ("_modules", *_HOOKS)
-_DIFFERS = {*_TABLES, "training", "config", "_modules", "_parameters", "forward", "_compiled_call_impl"}
-_IMPLEMENTATION = "_attn_implementation_internal"  # behind the config's property, which sets it in sub-configs too
+_DIFFERS = {*_TABLES, "training", "_modules", "_parameters", "forward", "_compiled_call_impl"}
 
 
-def parts_of(root: nn.Module, *, attends: bool = False, whole: bool = False) -> Parts | None:
-    """What of a module needs a replica: what trains, what calls an attention function if that is to be another one,
-    and what these are in; None where nothing does. ``whole``: everything.
-    """
+def parts_of(root: nn.Module, *, whole: bool = False) -> Parts | None:
+    """What of a module needs a replica: what trains, and what that is in; None where nothing does. ``whole``: all."""
     inner = {
         name: parts
         for name, child in root._modules.items()
-        if child is not None and (parts := parts_of(child, attends=attends, whole=whole)) is not None
+        if child is not None and (parts := parts_of(child, whole=whole)) is not None
     }
-    own = root.__dict__
-    needed = inner or whole or own.get("training") or (attends and "layer_idx" in own and "config" in own)
+    needed = inner or whole or root.__dict__.get("training")
     return inner if needed and not isinstance(root, torch.jit.ScriptModule) else None
 
 
@@ -52,24 +46,16 @@ class Replicas:
 
     Args:
         root: the module.
-        attention: the attention function that their configs name; None leaves configs unchanged.
         whole: every module has a replica, with its own tables of hooks.
 
     Attributes:
         root: the replica of the module, or the module itself if it would not differ.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        *,
-        attention: str | None = None,
-        whole: bool = False,
-    ) -> None:
-        self._attention, self._whole = attention, whole
+    def __init__(self, root: nn.Module, *, whole: bool = False) -> None:
+        self._whole = whole
         self._made: dict[int, tuple[nn.Module, nn.Module]] = {}
-        self._configs: dict[int, tuple[Any, Any]] = {}
-        parts = parts_of(root, attends=attention is not None, whole=whole)
+        parts = parts_of(root, whole=whole)
         self.root: nn.Module = root if parts is None else self._make(root, parts)
         for module, replica in self._made.values():  # last, as any function may be bound to any module
             if "forward" in module.__dict__:
@@ -78,8 +64,7 @@ class Replicas:
         self._own = {id(replica): module for module, replica in self._made.values()}
         self._spaces = [(own, its, its.copy()) for own, its in self._paired()]  # last, as all is bound now
         tables = [module.__dict__[table] for module, _ in self._made.values() for table in _HOOKS]
-        configs = [_attributes(config) for config, _ in self._configs.values()]
-        self._seen = _Values([vars(root), *(own for own, _, _ in self._spaces), *tables, *configs])
+        self._seen = _Values([vars(root), *(own for own, _, _ in self._spaces), *tables])
         self._modules = [module for module, _ in self._made.values()]
         self._classes = [*map(type, self._modules)]
         self._kept = _Values([its for _, its, _ in self._spaces])
@@ -93,7 +78,7 @@ class Replicas:
                 yield module._modules, replica._modules
 
     def current(self) -> bool:
-        """Whether the modules are as they were: their classes, attributes, children, hooks and configs."""
+        """Whether the modules are as they were: their classes, attributes, children and hooks."""
         return not self._written and [*map(type, self._modules)] == self._classes and self._seen.same()
 
     def of(self, module: T) -> T:
@@ -130,8 +115,6 @@ class Replicas:
             for name, inner in parts.items():
                 if (child := children.get(name)) is not None:
                     children[name] = self._make(child, inner)
-        if self._attention is not None and "config" in own and (self._whole or "layer_idx" in own):
-            state["config"] = self._config(own["config"])
         self._set_hooks(module, state)
         self._made[id(module)] = module, replica
         return replica
@@ -153,19 +136,6 @@ class Replicas:
             if name not in _DIFFERS and (name not in before or before[name] is not value):
                 replica.__dict__[name] = value
         return output
-
-    def _config(self, config: Any) -> Any:
-        """A copy of a config and its sub-configs that names the attention function."""
-        own = _attributes(config)
-        if _IMPLEMENTATION not in own:
-            return config
-        if id(config) not in self._configs:
-            copied = object.__new__(type(config))
-            self._configs[id(config)] = config, copied
-            state = {name: self._config(value) for name, value in own.items()} if self._whole else own.copy()
-            state[_IMPLEMENTATION] = self._attention
-            object.__setattr__(copied, "__dict__", state)
-        return self._configs[id(config)][1]
 
     def _bound(self, value: Any, seen: dict[int, Any]) -> Any:
         """A function with replicas for the modules that it is bound to or closes over; anything else as it is.
@@ -192,13 +162,10 @@ class Replicas:
 
 
 class Evaluated:
-    """A module that is called in eval mode whatever its own mode is, by replicas that are kept until it changes.
+    """A module that is called in eval mode whatever its own mode is, by replicas that are kept until it changes."""
 
-    ``attention``: as for Replicas.
-    """
-
-    def __init__(self, module: nn.Module, *, attention: str | None = None) -> None:
-        self._module, self._attention = module, attention
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._made: Replicas | None = None
 
     def look(self) -> None:
@@ -208,17 +175,8 @@ class Evaluated:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         made = self._made  # another thread may make others meanwhile
         if made is None or not made.current():
-            made = self._made = Replicas(self._module, attention=self._attention)
+            made = self._made = Replicas(self._module)
         return made.call(*arguments, **options)
-
-
-def _attributes(config: Any) -> dict[str, Any]:
-    """An object's own, read past ``__getattribute__``, which is slow in configs."""
-    try:
-        found: dict[str, Any] = object.__getattribute__(config, "__dict__")
-    except AttributeError:
-        return {}
-    return found
 
 
 class _Values:

@@ -1,15 +1,13 @@
 """Rows: a forward's rows as layers in torch read them: tensors, slots of keys and values, and masks.
 
-Decoder layers get them as their cache. Through them the attention function stores keys and values in the slots and
-reads them. So neither layers nor globals hold state. They are made of a :class:`specdec.step.step_io.StepInput` when it
-is run, and are of no use afterwards.
+Through them attention stores keys and values in the slots and reads them, so that no layer holds state. They are made
+of a :class:`specdec.step.step_io.StepInput` when it is run, and are of no use afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +16,7 @@ import torch
 from specdec.errors import TargetError
 from specdec.runners.visibility import Layout, slot_ranges
 from specdec.step import device_copies
-from specdec.step.state import LayerState
+from specdec.step.state import LayerState, Views
 from specdec.step.step_io import StepInput
 from specdec.step.tree import ancestors
 
@@ -52,6 +50,7 @@ class TextRows:
         self.depths = step.depths[begin:end]
         self.number, self.device, self.backend = number, device or _HOST, backend
         self._step = step
+        self._seen: dict[int, Views] = {}
         self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
         self._windows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
@@ -91,7 +90,11 @@ class TextRows:
         """Keys and values [1, heads, slots, dim] that a layer's rows may see, and the mask over them."""
         group = self.cache.group_of[layer]
         span, mask = self.mask(group, dtype)
-        return *group.of_layer(self.cache.index_in_group[layer], *span), mask
+        found = self._seen.get(id(group))
+        if found is None:
+            found = self._seen[id(group)] = group.views(*span)
+        keys, values = found[self.cache.index_in_group[layer]]
+        return keys, values, mask
 
     def seen(self, keys: int, device: torch.device) -> torch.Tensor:
         """[T, keys] bool: which of the last ``keys`` rows of the tree each row sees."""
@@ -189,7 +192,6 @@ class Rows:
 
     Attributes:
         rows: T.
-        attended: how many attention calls have read the rows' mask.
         alone: whether they are of one sequence.
         start: position of the first row if all are at consecutive positions, else None.
         end: one more than the last position of a row, or further.
@@ -197,7 +199,7 @@ class Rows:
 
     def __init__(self, step: StepInput, device: torch.device | None = None, backend: str = "auto") -> None:
         self.step, self.device, self.backend = step, device or _HOST, backend
-        self.rows, self.end, self.attended = step.rows, step.end, 0
+        self.rows, self.end = step.rows, step.end
         self.alone = not step.starts[2:]
         self.start = step.lengths[0] + step.tree[1] - step.rows if self.alone and step.chain[0] else None
         self._parts: Sequence[TextRows] | None = None
@@ -242,11 +244,3 @@ class Rows:
         for part in self.parts:
             own = slice(part.begins, part.ends)
             part.store(keys[:, :, own], values[:, :, own], layer)
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``update`` of transformers' caches, which decoder layers call; returns the rows' own keys and values.
-
-        Keys and values are stored when they reach the attention function instead. Some models compress what they give
-        to a cache and expand what it returns (multi-head latent attention); attention reads the same in all models.
-        """
-        return keys, values

@@ -101,9 +101,9 @@ class KVCache(NotCopied):
         return sum((linear if spec.window is None else pages) * PAGE * spec.slot_bytes for spec, pages in sizes)
 
     def _view(self) -> None:
-        places = zip(self.group_of, self.index_in_group, strict=True)
         # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
-        views = [] if self._paged else [group.whole(n) for group, n in places]
+        every = {} if self._paged else {id(group): group.views() for group in self.groups}
+        views = [every[id(group)][n] for group, n in zip(self.group_of, self.index_in_group, strict=True) if every]
         self.keys: Sequence[torch.Tensor] = _Copies(self, 0) if self._paged else [keys for keys, _ in views]
         self.values: Sequence[torch.Tensor] = _Copies(self, 1) if self._paged else [values for _, values in views]
         self._room = min((group.room for group in self.groups), default=self.capacity + self.rows)
@@ -226,4 +226,4 @@ class _Copies(Sequence[torch.Tensor]):
 
     def __getitem__(self, layer: Any) -> Any:
         group, place = self._places[layer]
-        return group.whole(place)[self._which]
+        return group.views()[place][self._which]

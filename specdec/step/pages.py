@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from threading import RLock
+from typing import Any
 
 import torch
 
 from specdec.errors import CacheError
 from specdec.step import device_copies
-from specdec.step.state import Held, LayerSpec, LayerState, Piece
+from specdec.step.state import Held, LayerSpec, LayerState, Piece, Views
 
 __all__ = ["PAGE", "Page", "PagePool", "PagedSlots"]
 
@@ -214,12 +215,12 @@ class PagedSlots(LayerState):
             both = self._slots(tensor, slice(None), begin, end)[:, None]
             yield begin, both[:, :, 0], both[:, :, 1]
 
-    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``of_layer``."""
-        return self.of_layer(layer, 0, len(self.pages) * PAGE)
+    def views(self, first: int = 0, last: int | None = None) -> Views:
+        """Copies, for what reads no pages."""
+        return _Copies(self, first, len(self.pages) * PAGE if last is None else last)
 
-    def of_layer(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy, for what reads no pages; what is stored later is not in it."""
+    def copied(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values [1, heads, n, dim]."""
         own = slice(layer, layer + 1)
         both = torch.cat([self._slots(tensor, own, *ends) for tensor, *ends in self._parts(first, last)], 3)
         return both[:, 0], both[:, 1]
@@ -269,3 +270,16 @@ class PagedSlots(LayerState):
         if count > first:
             self.reserve(count)
             super().take(held, first, count)
+
+
+class _Copies(Sequence[tuple[torch.Tensor, torch.Tensor]]):
+    """Layers' keys and values of the positions [first, last), copied anew whenever they are read."""
+
+    def __init__(self, slots: PagedSlots, first: int, last: int) -> None:
+        self._slots, self._ends = slots, (first, last)
+
+    def __len__(self) -> int:
+        return self._slots.pool.shape[0]
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._slots.copied(layer, *self._ends)

@@ -10,11 +10,10 @@ import torch
 
 from specdec.native.library import library
 from specdec.step import device_copies
-from specdec.step.state import Held, LayerSpec, LayerState, Piece
+from specdec.step.state import Held, LayerSpec, LayerState, Piece, Views
 
 __all__ = ["ContiguousSlots"]
 
-_Views = tuple[torch.Tensor, ...]
 _START = 1024  # slots at first; they are doubled when full, so that a slot is copied once on average
 
 
@@ -46,7 +45,6 @@ class ContiguousSlots(LayerState):
 
     def _resized(self, size: int) -> None:
         self.size, self.room = size, size if size < self.limit else sys.maxsize
-        self._seen: tuple[tuple[int, int], _Views, _Views] = ((-1, -1), (), ())  # of the slots that were asked for last
 
     def grow(self, end: int) -> None:
         """As of every state; the contents of the old slots are kept."""
@@ -62,16 +60,10 @@ class ContiguousSlots(LayerState):
     def reserve(self, end: int) -> None:
         self.first = max(self.first, end - self.limit)
 
-    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys[layer], self.values[layer]
-
-    def of_layer(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views, made of all layers at once: slicing is most of what a tiny layer's cache costs."""
-        if self._seen[0] != (first, last):
-            keys, values = (store.narrow(3, first, last - first).unbind(0) for store in (self.keys, self.values))
-            self._seen = (first, last), keys, values
-        _, keys, values = self._seen
-        return keys[layer], values[layer]
+    def views(self, first: int = 0, last: int | None = None) -> Views:
+        count = (self.size if last is None else last) - first
+        keys, values = (store.narrow(3, first, count).unbind(0) for store in (self.keys, self.values))
+        return [*zip(keys, values, strict=True)]
 
     def parts(self, first: int, last: int) -> Iterable[Piece]:
         slot, count = first % self.size, last - first
@@ -106,7 +98,7 @@ class ContiguousSlots(LayerState):
         found = None if device_copies.is_apart(self.device) else library()
         if found is not None:
             wanted = (c_int64 * count)(*source)
-            for store in (self.keys, self.values):
+            for store in (self.keys, self.values) if self.values.numel() else (self.keys,):
                 bytes_each = store.shape[-1] * store.element_size()
                 lists = store.shape[0] * store.shape[2]
                 found.specdec_move(store.data_ptr(), lists, self.size, bytes_each, wanted, first, count)

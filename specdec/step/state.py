@@ -13,8 +13,9 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Held", "LayerSpec", "LayerState", "Piece"]
+__all__ = ["Held", "LayerSpec", "LayerState", "Piece", "Views"]
 
+Views = Sequence[tuple[torch.Tensor, torch.Tensor]]
 Piece = tuple[int, torch.Tensor, torch.Tensor]
 """Keys and values [layers, 1, heads, n, dim] of the positions from the number on."""
 
@@ -106,12 +107,11 @@ class LayerState(ABC):
         """
 
     @abstractmethod
-    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer's keys and values [1, heads, slots, dim] in all slots."""
+    def views(self, first: int = 0, last: int | None = None) -> Views:
+        """By layer keys and values [1, heads, n, dim] in the slots [first, last), or in all that there are.
 
-    @abstractmethod
-    def of_layer(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer's keys and values [1, heads, n, dim] in the slots [first, last)."""
+        Of pages they are copies, made whenever a layer's are read.
+        """
 
     @abstractmethod
     def parts(self, first: int, last: int) -> Iterable[Piece]:

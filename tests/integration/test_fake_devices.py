@@ -32,7 +32,7 @@ from specdec.costs import measuring
 from specdec.drafting.registry import drafter_names
 from specdec.execute import cuda, cuda_kernels
 from specdec.models import transformers_target
-from specdec.runners import attention, attention_kernels, cuts, known_layers
+from specdec.runners import attention, attention_kernels, cuts
 from specdec.runners.boundary_ops import Joints
 from specdec.sampling import processors
 from specdec.step import device_copies, torch_switches
@@ -219,7 +219,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         transformers_target, "own_logits", lambda module, target, tokens: torch.empty(len(tokens), models.VOCAB)
     )
     monkeypatch.setattr(transformers_target, "differs", lambda *_: None)
-    monkeypatch.setattr(known_layers, "why_special", why_special)
     monkeypatch.setattr(measuring, "processor", lambda device: "none")
     monkeypatch.setattr(device_copies, "wait", lambda device: None)
     monkeypatch.setattr(device_copies, "seconds_of", lambda work, *_: 1.0 if work() else 0.0)
@@ -236,11 +235,6 @@ def move(module: nn.Module, device: str, dtype: torch.dtype) -> None:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-
-
-def why_special(module: nn.Module) -> str | None:
-    """A fake weight is not special, as it otherwise would be."""
-    return "has hooks" if hasattr(module, "_hf_hook") else None
 
 
 def model_on(family: str, dtype: torch.dtype, first: str = "cuda:0") -> Any:

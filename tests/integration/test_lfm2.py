@@ -12,6 +12,7 @@ from specdec import Engine, PrefixTree, SamplingParams
 from specdec.drafting.registry import drafter_names
 from specdec.errors import CheckpointError, ConfigError, TargetError
 from specdec.models.described_target import DescribedTarget
+from specdec.models.live_model import load_model
 from specdec.models.transformers_target import TransformersTarget
 from tests.fakes import Drawing
 from tests.gguf_files import new_llama, write_gguf
@@ -74,11 +75,16 @@ def test_a_folder_and_a_copy_of_a_live_model_run_and_the_model_itself_is_refused
 ) -> None:
     model = new_model("lfm2", **changes)
     expected = reference(model, PROMPTS[0], 16)
-    with pytest.raises(TargetError, match=r"cannot roll back \(conv\); a copy of it can be: Engine.from_model"):
+    with pytest.raises(
+        TargetError, match=r"cannot roll back \(conv\); its description can be run: .*Engine.from_model"
+    ):
         TransformersTarget(model)
     model.save_pretrained(tmp_path)
+    own = load_model(tmp_path, dtype="auto", device=None, device_map=None)
+    assert reference(own, PROMPTS[0], 16) == expected
     for target in (DescribedTarget.from_model(model), TransformersTarget.from_pretrained(tmp_path)):
         assert target.options["runner"] == "fused"
+        assert Engine(target, None, "none").chunk_rows == 512, "a convolution's window is none of attention"
         assert Engine(target, None, "token_recycling", **SIZES).generate(PROMPTS[0], 16).token_ids == expected
 
 

@@ -145,6 +145,7 @@ def test_rows_in_bytes_are_multiplied_exactly(name: str) -> None:
     tensor = blocks_of(name, 70, 512)
     random = np.random.default_rng(1)
     whole = random.integers(-127, 128, (9, 16, 32))
+    whole[0, 3], whole[1, 7] = 127, -127  # sums that are as large as bytes allow
     whole[:, :, 5] = 127
     rows = (whole * 0.5).reshape(9, 512).astype(np.float32)
     values, scales = in_integers(rows)
@@ -271,10 +272,10 @@ def library_for(processor: str) -> Any:
         return native._load(made)
 
 
-@pytest.fixture(scope="module", params=["x86-64", "alderlake"])
+@pytest.fixture(scope="module", params=["x86-64", "haswell", "alderlake"])
 def level(request: pytest.FixtureRequest) -> Any:
     """The library for processors that have less. AVX-512 is this machine's own, and by its parts in test_bits.py."""
-    needs = {"x86-64": "sse2", "alderlake": "avx_vnni"}
+    needs = {"x86-64": "sse2", "haswell": "avx2", "alderlake": "avx_vnni"}
     if needs[request.param] not in native.features():
         pytest.skip("this processor has no such instructions")
     return library_for(request.param) or pytest.skip("the compiler has no code for it")

@@ -281,30 +281,19 @@ def test_edits_between_generations_are_followed(edit: Callable[[Any], None]) -> 
     assert engine.generate(prompt, NEW).token_ids == expected != before
 
 
-def test_a_replica_differs_in_nothing_else() -> None:
-    model = model_of()
-    layer = model.model.layers[0]
-    replica: Any = Replicas(layer, attention="specdec").root
-    assert type(replica) is type(layer)
-    assert replica.self_attn.config._attn_implementation == "specdec"
-    assert {**replica.self_attn.config.to_dict()} == model.config.to_dict()
-    assert replica.mlp is layer.mlp  # nothing in it needs one
-    assert dict(replica.named_parameters()) == dict(layer.named_parameters())
-    assert layer.self_attn.config is model.config
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_only_what_differs_has_a_replica() -> None:
     model = model_of()
     layer = model.model.layers[0]
     assert parts_of(model) is None
     assert Replicas(model).root is model
-    assert parts_of(layer, attends=True) == {"self_attn": {}}
     layer.mlp.up_proj.train()
     assert parts_of(layer) == {"mlp": {"up_proj": {}}}
     replica: Any = Replicas(layer).root
     assert not replica.mlp.up_proj.training
     assert replica.mlp.down_proj is layer.mlp.down_proj
+    assert replica.self_attn is layer.self_attn
+    assert type(replica) is type(layer)
+    assert dict(replica.named_parameters()) == dict(layer.named_parameters())
     assert layer.mlp.up_proj.training
 
 

@@ -62,7 +62,8 @@ static void by_one_block(void) {
         multiply_exact(&decoded, x, INPUTS, sums, INPUTS / CHUNK, f->offset, f->minima, 0, 1, PANEL / LANES, 1);
         tell(sums, PANEL, 'f');
         round_row(x, INPUTS);
-        multiply_whole(&decoded, (const int32_t *)x, INPUTS, sums, INPUTS / CHUNK, f->offset, f->minima, 0, 1, PANEL / LANES, 1);
+        const Chunks chunks = decoded_chunks(f, &decoded, INPUTS / CHUNK);
+        multiply_chunks(&chunks, (const int32_t *)x, INPUTS, sums, 0, 1, PANEL / LANES, DECODED, 0, 0, 1);
         tell(sums, PANEL, 'f');
     }
 }

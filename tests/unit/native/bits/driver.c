@@ -15,7 +15,7 @@
  * All other instructions (BW, VBMI, VNNI, F16C, BMI2, NEON) change no bit: those of integers and conversions are exact.
  */
 #include <stdio.h>
-#ifdef EMULATE_VNNI /* AVX-VNNI's code on a machine without it: its one instruction by a loop */
+#ifdef EMULATE_VNNI /* AVX-VNNI's code on a machine without it: its two instructions by loops */
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
@@ -28,8 +28,17 @@ __attribute__((noinline)) static __m256i emulated_dpbusd(__m256i sum, __m256i co
     memcpy(&sum, sums, sizeof sum);
     return sum;
 }
+__attribute__((noinline)) static __m256i emulated_dpwssd(__m256i sum, __m256i codes, __m256i row) {
+    int16_t one[16], other[16];
+    int32_t sums[8];
+    memcpy(one, &codes, sizeof codes), memcpy(other, &row, sizeof row), memcpy(sums, &sum, sizeof sum);
+    for (int i = 0; i < 16; i++) sums[i / 2] += one[i] * other[i];
+    memcpy(&sum, sums, sizeof sum);
+    return sum;
+}
 #define __AVXVNNI__ 1
 #define _mm256_dpbusd_avx_epi32 emulated_dpbusd
+#define _mm256_dpwssd_avx_epi32 emulated_dpwssd
 #endif
 #include "layers.c"
 
