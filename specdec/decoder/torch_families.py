@@ -24,7 +24,7 @@ from specdec.decoder.family_parts import (
 )
 from specdec.decoder.rope_settings import read_rope, read_ropes
 from specdec.decoder.settings import Settings
-from specdec.decoder.spec import Gated, Layer, Plain, ShortConv, Sigmoid
+from specdec.decoder.spec import Gated, Layer, Plain, ShortConv, Sigmoid, UnknownDecoder
 from specdec.errors import CheckpointError, shown
 
 __all__ = [
@@ -144,6 +144,8 @@ def logit_scale(settings: Settings) -> tuple[float, float]:
 
 def lfm2(settings: Settings) -> list[Layer]:
     settings.said("full_attn_idxs")  # in layer_types
+    if "full_attention" not in (settings.get("layer_types") or ()):
+        raise UnknownDecoder(f"{settings.where} has no layer of the type full_attention")
     settings.said("block_norm_eps", "block_mlp_init_scale", "block_out_init_scale")  # published, and read by no class
     width, norm = settings.count("intermediate_size"), read_norm(settings)
     multiple, factor = settings.count("block_multiple_of"), settings.get("block_ffn_dim_multiplier")

@@ -94,6 +94,7 @@ def test_layers_that_are_alike_are_one_object() -> None:
         ("olmoe", {"clip_qkv": 4.0}, "says clip_qkv 4.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "says use_bidirectional_attention True"),
         ("llama", {"is_encoder_decoder": True}, "says is_encoder_decoder True"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "has no layer of the type full_attention"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
