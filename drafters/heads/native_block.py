@@ -66,11 +66,9 @@ class NativeBlock(NativeParts):
         fc: Any = forward.fc
         self._hold((keyed, fc, last))
         self._shape, self._layers = self._hold(NativeLayers(described)).described
-        norm = self._weights(head.hidden_norm.weight)
-        self._context = CContext(addressof(fc.described), addressof(keyed.described), norm, config.norm_eps)
-        self._head = None
-        if last is not None:
-            self._head = CHead(last.described, self._weights(head.norm.weight), config.norm_eps)
+        norm, eps = self._weights(forward.fused_norm), config.norm_eps
+        self._context = CContext(addressof(fc.described), addressof(keyed.described), norm, eps)
+        self._head = None if last is None else CHead(last.described, self._weights(forward.norm), eps)
 
     @classmethod
     def of(

@@ -1,16 +1,11 @@
-"""An EAGLE head of one layer in the native library: one call for a pass, or for a whole draft.
-
-A native layer norms its stream, and attention and MLP add to it. EAGLE-1's layer has no first norm, so its norm here is
-the identity. The layer of EAGLE-3 reads two normed halves side by side: its attention runs on a stream of both, and its
-MLP on the layer's own stream, each as a native layer whose other part adds zeros.
-"""
+"""An EAGLE head of one layer in the native library: one call for a pass, or for a whole draft."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int64
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -19,24 +14,16 @@ from drafters.heads.layers import Linear, embedding_rows
 from drafters.heads.native_parts import NativeParts, packed, packed_head, runs
 from drafters.heads.weights import Chain
 from specdec.decoder.rope import RopeTables
+from specdec.execute.native import native_layer
 from specdec.native.library import library
-from specdec.native.types import CChain, CHead, CShape, place_of
-from specdec.runners.half_layers import attention_alone, mlp_alone
+from specdec.native.types import CChain, CHead, place_of
 from specdec.runners.linear import PackedWeight
-from specdec.runners.native_layers import (
-    NativeLayer,
-    NativeLayers,
-    address_of,
-    described_rows,
-)
+from specdec.runners.native_layers import NativeLayers, address_of, described_rows
 from specdec.step.step_io import StepInput
 from specdec.step.torch_switches import HOST
 from specdec.target import Target
 
 __all__ = ["NativeChain"]
-
-# A norm that is the identity: x w / sqrt(mean(x^2) + e) with e far larger than any square and w its root.
-_EPSILON, _GAIN = 1e12, 1e6
 
 
 class NativeChain(NativeParts):
@@ -44,10 +31,8 @@ class NativeChain(NativeParts):
 
     Args:
         head: the head's modules.
-        products: the packed products: queries, keys and values; attention's output; gate and up; down.
-        fc: the packed product in front of the layer, if there is one.
+        forward: the head, whose products are packed.
         last: the head's last product; None where only its own module computes it.
-        forward: the head.
         ropes: the head's rotary positions.
         embedding: the embedding's weight; None where only its own module embeds.
 
@@ -61,104 +46,65 @@ class NativeChain(NativeParts):
     def __init__(
         self,
         head: Chain,
-        products: Sequence[PackedWeight],
-        fc: PackedWeight | None,
-        last: PackedWeight | None,
         forward: HeadForward,
+        last: PackedWeight | None,
         ropes: RopeTables,
         embedding: PackedWeight | torch.Tensor | None,
     ) -> None:
-        super().__init__(ropes, forward.spec.layers[0].attention.rope, products[0].dtype)
+        spec, fc, own = forward.spec, forward.fc, self._weights
+        super().__init__(ropes, spec.layers[0].attention.rope, next(head.layers.parameters()).dtype)
         self._config = config = head.config
         self._outputs = None if last is None else last.outputs
-        self._hold((*products, last, embedding))
         self.features = config.hidden_size * (len(config.taps) or 1)
-        own: Any = head
-        if fc is not None:
-            self.features = fc.inputs - (0 if config.wide else config.width)
+        if isinstance(fc, PackedWeight):
+            self.features = fc.inputs - (spec.width if spec.fuse == "join" else 0)
         self.taps = self.features // config.hidden_size
-        layers, attention = self._layers(head, products, forward.layers[0].heads)
+        shape, layer = self._hold(NativeLayers([native_layer(spec.layers[0], forward.layers[0])])).described
         fused = None if fc is None else addressof(self._hold(fc).described)
-        norms = {"none": [], "whole": [getattr(own, "input_norm", None)], "each": getattr(own, "fc_norm", ())}
-        found: list[Any] = [*norms[config.norm_inputs]]
+        norm: Any = forward.norm
+        epsilon = config.norm_eps
+        head_of = None if last is None else CHead(last.described, None if norm is None else own(norm), epsilon)
+        embedded, hidden = (None, None) if forward.joined is None else map(own, forward.joined)
         self.embeds = embedding is not None
         self.grows = self.embeds and last is not None
         drafted = head.draft_tokens
         self.described = CChain(
-            layers.described[0],
-            CShape() if attention is None else attention.described[0],
-            layer=addressof(layers.described[1]),
-            attention=None if attention is None else addressof(attention.described[1]),
-            head=None if last is None else addressof(self._hold(self._last(head, last))),
-            fuse=fused if config.wide else None,
-            join=None if config.wide else fused,
+            shape,
+            layer=addressof(layer),
+            head=None if head_of is None else addressof(self._hold(head_of)),
+            fuse=fused if spec.fuse == "fc" else None,
+            join=fused if spec.fuse == "join" else None,
             embedding=addressof(embedding.described) if isinstance(embedding, PackedWeight) else None,
             table=address_of(embedding) if isinstance(embedding, torch.Tensor) else None,
-            features_norm=self._weights(*(norm.weight for norm in found)) if found else None,
-            embedded_norm=self._weights(own.layers[0].input_layernorm.weight) if config.wide else None,
-            hidden_norm=self._weights(own.layers[0].hidden_norm.weight) if config.wide else None,
+            features_norm=own(*forward.inputs) if forward.inputs else None,
+            embedded_norm=embedded,
+            hidden_norm=hidden,
             drafted=None if drafted is None else self._hold(drafted.long().contiguous()).data_ptr(),
-            width=config.width,
+            width=spec.width,
             features=self.features,
             taps=self.taps,
-            norms=len(found),
+            norms=len(forward.inputs),
             vocabulary=config.vocab_size,
-            from_norm=config.norm_before_residual,
-            final=config.norm_output,
-            epsilon=config.norm_eps,
+            from_norm=spec.residual == "normed",
+            final=spec.onward == "normed",
+            epsilon=epsilon,
         )
-
-    def _layers(
-        self, head: Chain, products: Sequence[PackedWeight], head_norm: torch.Tensor | None
-    ) -> tuple[NativeLayers, NativeLayers | None]:
-        """The layer; of a wide head, its MLP and its attention."""
-        config, own = head.config, cast(Any, head.layers[0])
-        same = torch.full((products[0].inputs,), _GAIN)
-        after, eps, size = own.post_attention_layernorm.weight.detach(), config.norm_eps, config.head_dim
-        groups, scale, width = (config.heads, config.key_heads), size**-0.5, config.width
-        behind = torch.ones(2 * width) if config.wide else after
-        whole = NativeLayer(tuple(products), (same, behind), (_EPSILON, eps, eps), groups, size, scale, head_norm)
-        if not config.wide:
-            return self._hold(NativeLayers([whole])), None
-        second = NativeLayer(tuple(products), (torch.ones(width), after), (eps, eps, 0.0), groups, size, scale)
-        return self._hold(NativeLayers([mlp_alone(second)])), self._hold(NativeLayers([attention_alone(whole)]))
-
-    def _last(self, head: Chain, last: PackedWeight) -> CHead:
-        """The last norm and the head's product."""
-        config = head.config
-        if config.kind == "eagle":
-            return CHead(last.described, self._weights(torch.full((config.width,), _GAIN)), _EPSILON)
-        return CHead(last.described, self._weights(head.norm.weight), config.norm_eps)
+        self._hold((last, embedding))
 
     @classmethod
     def of(
         cls, head: Chain, forward: HeadForward, last: Linear, ropes: RopeTables, target: Target
     ) -> NativeChain | None:
         """The head in the library; None where the library cannot run it."""
-        config, fc, own = head.config, forward.fc, cast(Any, forward.layers[0])
+        config, fc = head.config, forward.fc
         if config.layers > 1 or not runs(forward.spec):
             return None
         if config.width != config.hidden_size and not (config.wide and config.fused):
             return None  # the target's hidden states are no states of this head
         if not packed(forward) or not (fc is None or isinstance(fc, PackedWeight)):
             return None
-        out = own.out
-        if config.wide:  # it adds to the second half of the stream
-            weight, bias = own.out.unpack(), own.out.bias
-            out = PackedWeight(
-                torch.cat((torch.zeros_like(weight), weight)), None if bias is None else torch.cat((0 * bias, bias))
-            )
-        products = [own.qkv, out, own.mlp.gate_up, own.mlp.down]
-        dtype = out.dtype
-        return cls(
-            head,
-            products,
-            fc,
-            packed_head(config, last, target, dtype),
-            forward,
-            ropes,
-            embedding_rows(head, target, dtype),
-        )
+        dtype = next(head.layers.parameters()).dtype
+        return cls(head, forward, packed_head(config, last, target, dtype), ropes, embedding_rows(head, target, dtype))
 
     def guess(
         self,

@@ -50,9 +50,9 @@ class NativeParts:
         self._held.append(thing)
         return thing
 
-    def _weights(self, *weights: torch.Tensor) -> int:
-        """The address of weights in float32, one behind the other."""
-        address: int = self._hold(torch.cat([weight.detach().float() for weight in weights])).data_ptr()
+    def _weights(self, *norms: Any) -> int:
+        """The address of norms' weights in float32, one behind the other."""
+        address: int = self._hold(torch.cat([norm.by.float() for norm in norms])).data_ptr()
         return address
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer
+from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Experts, Gated, Head, Layer, Mlp, Norm
 from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.execute.knobs import unlike
 from specdec.execute.layer import GatedWeights, LayerWeights
-from specdec.execute.native_parts import PartLayers
 from specdec.execute.torch import TorchExecutor
 from specdec.execute.weights import DecoderWeights
 from specdec.native.invariance import layer_varies, products_vary
@@ -24,7 +25,7 @@ from specdec.runners.linear import PackedWeight
 from specdec.runners.native_layers import NativeExperts, NativeHead, NativeLayer, NativeLayers, runs_heads_of
 from specdec.runners.sent_rows import rows_on
 from specdec.sampling.noise import key_at
-from specdec.step.step_io import FINAL, Part, StepInput
+from specdec.step.step_io import FINAL, StepInput
 from specdec.step.step_output import StepOutput
 
 __all__ = ["NativeExecutor", "native_layer", "why_not"]
@@ -41,14 +42,12 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
         return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
     if others := sorted({type(own.mixer).__name__ for own in spec.layers} - {Attention.__name__}):
         return f"native layers compute attention, and no {others[0]}"
+    if why := unlike(spec, _computed(spec), "native layers compute decoders like Llama's, Gemma's and Mixtral's"):
+        return why
     if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
         return "native layers need all layers to have the same heads"
     if len(acts := {layer.mlp.act for layer in spec.layers}) > 1:
         return "native layers need all layers to have the same activation"
-    if any(layer.attention.rope.dim != layer.attention.head_dim for layer in spec.layers):
-        return "native layers turn whole heads, and here a part of each turns"
-    if any(isinstance(own := layer.mlp, Experts) and (own.router or own.shared) for layer in spec.layers):
-        return "native layers choose experts by a softmax, and have none that all rows share"
     if not acts <= {"silu", "gelu_tanh"}:
         return f"native layers have SiLU or GELU in its tanh form, and here it is {acts.pop()}"
     head_dim, widths = spec.layers[0].attention.head_dim, {layer.mlp.width for layer in spec.layers}
@@ -60,6 +59,40 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
     if library() is None:
         return "native layers need a C compiler (cc, gcc or clang), and none works here"
     return None
+
+
+def _computed(spec: DecoderSpec) -> DecoderSpec:
+    """What the library makes of a decoder: all that it does not compute is at its default."""
+    layers = {own: _computed_layer(own) for own in {*spec.layers}}
+    head = Head(_computed_norm(spec.head.norm), spec.head.tied, spec.head.cap)
+    every, ends = tuple(layers[own] for own in spec.layers), (Embedding(spec.embedding.scale), head)
+    return DecoderSpec(spec.architecture, spec.vocab, spec.hidden, spec.context, every, *ends)
+
+
+def _computed_layer(layer: Layer) -> Layer:
+    own, mlp = layer.attention, layer.mlp
+    attention = Attention(
+        own.heads,
+        own.kv_heads,
+        own.head_dim,
+        own.scale,
+        replace(own.rope, dim=own.head_dim),
+        own.window,
+        own.cap,
+        own.qk_norm and _computed_norm(own.qk_norm),
+        own.norms_all,
+        own.bias,
+    )
+    computed: Mlp = Gated(mlp.act, mlp.width, not isinstance(mlp, Experts) and mlp.bias)
+    if isinstance(mlp, Experts):
+        computed = Experts(mlp.act, mlp.width, mlp.count, mlp.chosen, mlp.norm)
+    first, second = (_computed_norm(norm or Norm(1.0)) for norm in layer.before)
+    after = layer.after and (_computed_norm(layer.after[0]), _computed_norm(layer.after[1]))
+    return Layer(attention, computed, (first, second), after)
+
+
+def _computed_norm(norm: Norm) -> Norm:
+    return Norm(norm.eps, norm.offset, norm.rounds_first)
 
 
 class NativeExecutor(TorchExecutor):
@@ -80,7 +113,6 @@ class NativeExecutor(TorchExecutor):
         ]
         self._gelu = spec.layers[0].mlp.act == "gelu_tanh"
         self._native = NativeLayers(layers, gelu=self._gelu)
-        self._parts = dict[Part, PartLayers]()
         head, norm = self._weights.head, self._weights.norm
         assert isinstance(head, PackedWeight)
         self._head = NativeHead(norm.by, norm.norm.eps, head)
@@ -122,9 +154,6 @@ class NativeExecutor(TorchExecutor):
         return "in the same call"
 
     def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
-        return (self._run_parts if step.plan.parts else self._run_layers)(step, first, last, hidden)
-
-    def _run_layers(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
         wanted, rows, table = step.wanted, rows_on(self.device, step, self.backend), self._weights.embedding
         looks_up = isinstance(table, PackedWeight) and self.spec.embedding.scale == 1.0
         if hidden is None and not looks_up:
@@ -155,25 +184,6 @@ class NativeExecutor(TorchExecutor):
             stored=reading.stored,
             sent=rows,
         )
-
-    def _run_parts(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
-        """Rows through the parts of layers that the step's plan names; inputs of layers are not kept."""
-        for part, begin, end in step.plan.runs(first, last):
-            if hidden is None and (begin or part is not Part.BOTH):
-                hidden = self.embed(step.ids)
-            if part is not Part.BOTH:
-                hidden = self._part(part).run(hidden, step, self._turned(step.end), begin, end)
-            elif end == len(self.spec.layers):
-                return self._run_layers(step, begin, end, hidden)
-            else:
-                hidden = self._run_layers(step, begin, end, hidden).out
-        rows = rows_on(self.device, step, self.backend)
-        return self._finished(rows, last, self.embed(step.ids) if hidden is None else hidden, {})
-
-    def _part(self, part: Part) -> PartLayers:
-        if part not in self._parts:
-            self._parts[part] = PartLayers(self._laid, part, gelu=self._gelu)
-        return self._parts[part]
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:
@@ -224,10 +234,11 @@ def native_layer(own: Layer, weights: LayerWeights, table: int = 0) -> NativeLay
     first, second, *after = norms
     if isinstance(mlp, GatedWeights):
         products += (mlp.gate_up, mlp.down)
+    epsilons = [0.0 if norm is None else norm.eps for norm in (*own.before, attention.qk_norm)]
     return NativeLayer(
         products,
-        (first.by, second.by),
-        (first.norm.eps, second.norm.eps, 0.0 if attention.qk_norm is None else attention.qk_norm.eps),
+        (None if first is None else first.by, second.by),
+        (epsilons[0], epsilons[1], epsilons[2]),
         (attention.heads, attention.kv_heads),
         attention.head_dim,
         attention.scale,

@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.gguf_said import factors_read
-from specdec.decoder.names import Names, Weight, shapes_of
+from specdec.decoder.names import Names, shapes_of
 from specdec.decoder.settings import Settings
 from specdec.decoder.spec import DecoderSpec, UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
@@ -256,19 +256,16 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     fields = file.fields(wanted.max_model_len)
     check_sizes(fields, wanted.path)
     spec = spec_of(fields["model_type"], Settings(fields, where=file.table.where))
+    names = FAMILIES[fields["model_type"]].names
     dtype = wanted.dtype or (torch.float32 if _runs_float16(file, wanted) else file.dtype)
     why = wanted.why_dense(dtype, _why_none_stays(file, dtype, int8=wanted.int8))
-    needed = {_as_in_file(weight) for weight in shapes_of(spec) if weight.kind == "weight"}
-    expected = {_as_in_file(weight) for weight in shapes_of(spec)} | {*factors_read(file.table.architecture)}
-    check_known(file.table, expected)
-    if needed <= {*file.names}:  # else what is missing is said first
-        check_read(file.table, expected)
+    _check_tensors(file, spec, names)
     config = config_of(fields)
     config.dtype = dtype
     source: Source = GgufSource(file.table, fields["head_dim"], dtype)
     generation = generation_of(file, config)
     return DescribedCheckpoint(
-        checkpoint=Checkpoint(spec, FAMILIES[fields["model_type"]].names, source, GGUF_NAMES),
+        checkpoint=Checkpoint(spec, names, source, GGUF_NAMES),
         dtype=dtype,
         config=config,
         generation_config=generation,
@@ -293,7 +290,16 @@ def _why_none_stays(file: GgufFile, dtype: torch.dtype, *, int8: bool = False) -
     return "none of its weights are in blocks of integers" if int8 and not any(k.has_integers for k in kept) else None
 
 
-def _as_in_file(weight: Weight) -> str:
-    """What a file calls a tensor; those of a layer's experts are one."""
-    name = next(GGUF_NAMES.candidates(weight, ""))
-    return name if weight.expert is None else name.replace(f".{weight.expert}.", ".")
+def _check_tensors(file: GgufFile, spec: DecoderSpec, names: Names) -> None:
+    """Raises CheckpointError, by its cause, for a tensor that the decoder has no place for."""
+    have, expected, missing = {*file.names}, {*factors_read(file.table.architecture)}, False
+    for weight in shapes_of(spec):
+        wholes = [weight._replace(part=whole) for whole, parts in names.stacked.items() if weight.part in parts]
+        own = {name for one in (weight, *wholes) for name in GGUF_NAMES.candidates(one, "")}
+        if weight.expert is not None:  # those of a layer are in one
+            own = {name.replace(f".{weight.expert}.", ".") for name in own}
+        expected |= own
+        missing = missing or (weight.kind == "weight" and not own & have)
+    check_known(file.table, expected)
+    if not missing:  # else that is said first
+        check_read(file.table, expected)

@@ -1,16 +1,15 @@
 /* EAGLE heads of one layer: a pass over rows of several sequences. */
 
 typedef struct { /* a head; its rows and states are in the model's dtype */
-    Shape shape;      /* of its layer; of a wide head, of the layer without attention */
-    Shape attends;    /* of a wide head's attention, whose stream is two states wide */
-    const Layer *layer, *attention; /* attention: of a wide head, else NULL */
+    Shape shape;      /* of its layer */
+    const Layer *layer;
     const Head *head; /* the last norm and the logits, or NULL */
     const Product *fuse; /* from the target's hidden states to a state; NULL where they are one */
     const Product *join; /* from an embedding and a state to a narrow head's stream; of a wide head NULL */
     const Product *embedding; /* or, where it is NULL, ... */
     const void *table;        /* ... [vocabulary, width], or NULL for rows that come with their embeddings */
     const float *features_norm;               /* [features] weights of `norms` norms side by side, or NULL */
-    const float *embedded_norm, *hidden_norm; /* [width] of a wide head */
+    const float *embedded_norm, *hidden_norm; /* [width] of a wide head, whose attention reads both; else NULL */
     const int64_t *drafted;                   /* the token of each logit, ascending; NULL for 0, 1, 2, ... */
     int64_t width, features, taps, norms, vocabulary; /* features: values of `taps` hidden states of the target */
     int64_t from_norm, final; /* whether the stream begins with the normed state, and states come from the last norm */
@@ -18,30 +17,26 @@ typedef struct { /* a head; its rows and states are in the model's dtype */
 } Chain;
 
 typedef struct { /* where a pass keeps what it computes */
-    void *read, *fused, *embedded, *inputs, *found, *stream, *left, *normed, *zeros;
-    float *first, *second; /* [features] and [2 * width] floats of one row */
+    void *read, *fused, *embedded, *inputs, *found, *stream, *left, *normed;
+    float *first; /* [features] or [3 * width] floats of one row */
     int64_t *best;
-    int32_t *chain; /* parents and depths of a chain */
 } Space;
 
 /* Divides scratch for a pass; returns the floats that it takes. With `base` NULL it only counts. */
 static int64_t lay_space(const Chain *c, int64_t rows, int64_t fused, int64_t wanted, float *base, Space *s) {
-    const int64_t width = c->width, most = c->features > 2 * width ? c->features : 2 * width;
+    const int64_t width = c->width, most = c->features > 3 * width ? c->features : 3 * width;
     int64_t used = 0;
 #define TAKE(count) (used += ((count) + 15) / 16 * 16, base ? base + used - ((count) + 15) / 16 * 16 : NULL)
     s->best = (int64_t *)TAKE(2 * wanted);
-    s->chain = (int32_t *)TAKE(2 * wanted);
     s->read = TAKE(fused * c->features);
     s->fused = TAKE(fused * width);
     s->embedded = TAKE(rows * width);
     s->inputs = TAKE(rows * 2 * width);
-    s->found = TAKE(rows * 2 * width);
+    s->found = TAKE(rows * width);
     s->stream = TAKE(wanted * width);
     s->left = TAKE(rows * width);
     s->normed = TAKE(rows * width);
-    s->zeros = TAKE(4 * wanted * c->shape.head_dim);
     s->first = TAKE(most);
-    s->second = TAKE(most);
 #undef TAKE
     return used;
 }
@@ -78,18 +73,6 @@ static int fuse(const Chain *c, const void *const *from, const int64_t *places, 
     return 0;
 }
 
-/* The rows of a narrow attention that adds zeros. */
-static void rows_of_zeros(const Chain *c, int64_t count, const Space *s, Slots *slots, Block *block, Turns *turns, Rows *rows) {
-    const int64_t size = count * c->shape.head_dim;
-    float *zeros = s->zeros;
-    memset(zeros, 0, 4 * size * sizeof *zeros);
-    for (int64_t r = 0; r < count; r++) s->chain[r] = r - 1, s->chain[count + r] = r;
-    *slots = (Slots){.keys = zeros, .values = zeros + size, .size = count, .stride = count};
-    *block = (Block){.rows = count, .parents = s->chain, .depths = s->chain + count, .slots = slots};
-    *turns = (Turns){zeros + 2 * size, zeros + 3 * size};
-    *rows = (Rows){.rows = count, .count = 1, .keys = count, .blocks = block, .turns = turns, .by_row = 1};
-}
-
 /* A narrow head: the layer on what `join` makes of embeddings and states. */
 static int run_narrow(const Chain *c, const Rows *all, const void *embedded, const void *states, const int64_t *wanted,
                       int64_t count, void *logits, void *onward, const Space *s, int threads) {
@@ -109,40 +92,38 @@ static int run_narrow(const Chain *c, const Rows *all, const void *embedded, con
     return 0;
 }
 
-/* A wide head: its attention on the two normed halves, and its MLP on the second half plus what the norm took away. */
+/* A wide head: attention of all rows reads an embedding and a state side by side, both normed, and is added to the normed
+ * state; only the rows that are wanted go on, with what the norm took away unless the stream begins with the normed state. */
 static int run_wide(const Chain *c, const Rows *all, const void *embedded, const void *states, const int64_t *wanted,
                     int64_t count, void *logits, void *onward, const Space *s, int threads) {
-    const int half = c->shape.half;
-    const int64_t width = c->width;
-    float *one = s->first, *two = s->second;
+    static const uint8_t attention = ATTENTION, mlp = MLP;
+    const int half = c->shape.half, normed = c->head && c->final;
+    const int64_t width = c->width, bytes = width * (half ? 2 : 4);
+    float *one = s->first, *two = one + width, *three = two + width;
     for (int64_t r = 0; r < all->rows; r++) {
         widen_all(row_of(embedded, r, width, half), one, width, half);
         norm(one, c->embedded_norm, one, width, c->epsilon);
-        widen_all(row_of(states, r, width, half), one + width, width, half);
-        norm(one + width, c->hidden_norm, one + width, width, c->epsilon);
+        widen_all(row_of(states, r, width, half), two, width, half);
+        norm(two, c->hidden_norm, two, width, c->epsilon);
         store(s->inputs, r * 2 * width, one, 2 * width, half);
+        memcpy(row_at(s->found, r, width, half), row_of(s->inputs, 2 * r + 1, width, half), bytes);
     }
-    if (specdec_run_layers(&c->attends, c->attention, all, s->inputs, s->found, NULL, 0, 1, NULL, NULL, NULL, 0, NULL, NULL,
-                           0, NULL, NULL, NULL, NULL, NULL, threads))
+    Rows attending = *all;
+    attending.reads = s->inputs, attending.parts = &attention;
+    if (specdec_run_layers(&c->shape, c->layer, &attending, s->found, s->left, NULL, 0, 1, NULL, NULL, NULL, 0, NULL, NULL, 0,
+                           NULL, NULL, NULL, NULL, NULL, threads))
         return 1;
     for (int64_t r = 0; r < count; r++) {
-        widen_all(row_of(s->found, 2 * wanted[r] + 1, width, half), one, width, half);
-        if (!c->from_norm) {
-            widen_all(row_of(states, wanted[r], width, half), two, width, half);
-            widen_all(row_of(s->inputs, 2 * wanted[r] + 1, width, half), two + width, width, half);
-            for (int64_t i = 0; i < width; i++) {
-                const float taken = two[i] - two[width + i];
-                one[i] += half ? widen(narrow(taken)) : taken;
-            }
+        widen_all(row_of(s->left, wanted[r], width, half), one, width, half);
+        widen_all(row_of(states, wanted[r], width, half), two, width, half);
+        widen_all(row_of(s->found, wanted[r], width, half), three, width, half);
+        for (int64_t i = 0; !c->from_norm && i < width; i++) {
+            const float taken = two[i] - three[i];
+            one[i] += half ? widen(narrow(taken)) : taken;
         }
         store(s->stream, r * width, one, width, half);
     }
-    Slots slots;
-    Block block;
-    Turns turns;
-    Rows alone;
-    rows_of_zeros(c, count, s, &slots, &block, &turns, &alone);
-    const int normed = c->head && c->final;
+    const Rows alone = {.rows = count, .parts = &mlp};
     return specdec_run_layers(&c->shape, c->layer, &alone, s->stream, normed ? s->left : onward, NULL, 0, 1, c->head,
                               normed ? onward : NULL, NULL, count, logits, s->best, 0, NULL, NULL, NULL, NULL, NULL, threads);
 }
@@ -160,8 +141,8 @@ static int run_chain(const Chain *c, const Rows *all, const void *embedded, cons
     if (!failed && fused) failed = fuse(c, features, places, fused, states, &s, threads);
     if (failed) return failed;
     if (!embedded) embedded = s.embedded;
-    return c->attention ? run_wide(c, all, embedded, states, wanted, count, logits, onward, &s, threads)
-                        : run_narrow(c, all, embedded, states, wanted, count, logits, onward, &s, threads);
+    return c->embedded_norm ? run_wide(c, all, embedded, states, wanted, count, logits, onward, &s, threads)
+                            : run_narrow(c, all, embedded, states, wanted, count, logits, onward, &s, threads);
 }
 
 /* The same, with scratch of its own. */

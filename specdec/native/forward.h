@@ -53,15 +53,25 @@ static void look_up_row(const Product *p, int64_t number, void *y, int half) {
 }
 
 /* Whether the weights that a pass reads are so few that they are still in the caches at the next one. */
-static int stay_cached(const Layer *layers, int64_t first, int64_t last, const Head *head) {
+static int stay_cached(const Layer *layers, const Rows *all, int64_t first, int64_t last, const Head *head) {
     int64_t bytes = head ? weight_bytes(&head->product) : 0;
-    for (const Layer *l = layers + first; l < layers + last; l++) {
+    for (int64_t n = first; n < last; n++) {
+        const Layer *l = layers + n;
         const Experts *e = l->experts;
-        bytes += weight_bytes(&l->qkv) + weight_bytes(&l->out);
+        if (runs(all, n, ATTENTION)) bytes += weight_bytes(&l->qkv) + weight_bytes(&l->out);
         const int64_t mlp = weight_bytes(e ? e->gate_up : &l->gate_up) + weight_bytes(e ? e->down : &l->down);
-        bytes += e ? e->count * mlp : mlp;
+        if (runs(all, n, MLP)) bytes += e ? e->count * mlp : mlp;
     }
     return bytes <= CACHED;
+}
+
+/* The first product of layers [n, last) that runs, or the head's, for prefetching; NULL where there is none. */
+static const Product *following(const Layer *layers, const Rows *all, int64_t n, int64_t last, const Head *head) {
+    for (; n < last; n++) {
+        if (runs(all, n, ATTENTION)) return &layers[n].qkv;
+        if (runs(all, n, MLP)) return first_of(layers + n);
+    }
+    return head ? &head->product : NULL;
 }
 
 /* Runs `hidden` [rows, m->hidden], or where it is NULL the embeddings of the rows' tokens, through layers [first,
@@ -74,21 +84,22 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
                        float *found, const float *by, const uint64_t *keys, int64_t *drawn, int threads) {
     const int64_t rows = all->rows, width = padded(m->hidden), size = m->hidden, half = m->half;
     const int64_t heads = padded((m->query_heads + 2 * m->key_heads) * m->head_dim), mix = m->query_heads * m->head_dim;
+    const int64_t inputs = all->reads && layers[first].qkv.inputs > size ? layers[first].qkv.inputs : size;
     const int64_t seen = apart_by(size), mixed_stride = apart_by(mix);
     const int64_t attending = room_for_attention(m, all->keys) * threads;
-    const int64_t widest = m->inner > mix ? m->inner > size ? m->inner : size : mix > size ? mix : size;
+    const int64_t wide = mix > inputs ? mix : inputs, widest = m->inner > wide ? m->inner : wide;
     const int64_t reading = head ? room_for_head(m, rows, final, count, threads) : 0;
     for (int64_t r = 0; !hidden && r < rows; r++)
         if (all->tokens[r] < 0 || all->tokens[r] >= all->embedding->outputs) return 2;
     const int64_t beside = room_for_mlp(m, rows, threads);
-    float *scratch =
-        take_scratch(rows * (2 * width + seen + heads + mixed_stride + gathered(widest)) + beside + attending + reading);
+    const int64_t each = 2 * width + apart_by(inputs) + heads + mixed_stride + gathered(widest);
+    float *scratch = take_scratch(rows * each + beside + attending + reading);
     if (!scratch) return 1;
-    float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width, *qkv = normed + rows * seen;
-    float *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *grouped = gates + beside;
+    float *stream = scratch, *apart = stream + rows * width, *normed = apart + rows * width;
+    float *qkv = normed + rows * apart_by(inputs), *mixed = qkv + rows * heads, *gates = mixed + rows * mixed_stride, *grouped = gates + beside;
     float *rest = grouped + rows * gathered(widest), *read = rest + attending;
     const Room room = mlp_room(m, rows, normed, grouped, stream, apart, gates);
-    const int cached = stay_cached(layers, first, last, head);
+    const int cached = stay_cached(layers, all, first, last, head);
     AS_TEAM {
         team->cached = cached;
         SHARED(r, rows) {
@@ -97,19 +108,27 @@ int specdec_run_layers(const Shape *m, const Layer *layers, const Rows *all, con
         }
         for (int64_t n = first; n < last; n++) {
             const Layer *l = layers + n;
+            const int attends = runs(all, n, ATTENTION), reads = all->reads && n == first;
+            const Product *next = following(layers, all, n + 1, last, head);
             SHARED(r, rows) {
-                float *own = stream + r * width;
+                float *own = stream + r * width, *read = normed + r * apart_by(l->qkv.inputs);
                 for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i])); /* a walk may begin here */
                 if (taps && taps[n]) store(taps[n], r * size, own, size, half);
-                norm(own, l->first_norm, normed + r * seen, size, l->first_epsilon);
-                ready(&l->qkv, normed + r * seen);
+                if (!attends) continue;
+                if (reads) widen_all(row_of(all->reads, r, l->qkv.inputs, half), read, l->qkv.inputs, half);
+                else norm_if(own, l->first_norm, read, size, l->first_epsilon);
+                ready(&l->qkv, read);
             }
-            meet(team);
-            product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, team);
-            attention(m, l, all, n, qkv, heads, mixed, rest, team);
-            add_product(&l->out, first_of(l), mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, team);
+            if (attends) {
+                const Product *then = runs(all, n, MLP) ? first_of(l) : next;
+                meet(team);
+                product(&l->qkv, &l->out, normed, grouped, qkv, heads, rows, 0, NULL, 0, team);
+                attention(m, l, all, n, qkv, heads, mixed, rest, team);
+                add_product(&l->out, then, mixed, grouped, l->out_norm, l->out_epsilon, stream, apart, width, rows, team);
+            }
+            if (!runs(all, n, MLP)) continue;
             SHARED(r, rows) norm(stream + r * width, l->second_norm, normed + r * seen, size, l->second_epsilon);
-            mlp(m, l, n + 1 < last ? &l[1].qkv : head ? &head->product : NULL, &room, rows, team);
+            mlp(m, l, next, &room, rows, team);
         }
         SHARED(r, rows) store(out, r * size, stream + r * width, size, half);
         meet(team);

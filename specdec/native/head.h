@@ -149,13 +149,13 @@ static void read_head(const Shape *m, const Head *head, const void *hidden, int6
     if (normed)
         SHARED(r, rows) {
             widen_all(row_of(hidden, r, size, half), all + r * size, size, half);
-            norm(all + r * size, head->norm, all + r * size, size, head->epsilon);
+            norm_if(all + r * size, head->norm, all + r * size, size, head->epsilon);
             store(normed, r * size, all + r * size, size, half);
         }
     SHARED(r, count) {
         float *own = x + r * apart_by(size);
         widen_all(row_of(hidden, wanted ? wanted[r] : r, size, half), own, size, half);
-        norm(own, head->norm, own, size, head->epsilon);
+        norm_if(own, head->norm, own, size, head->epsilon);
         for (int64_t i = 0; half && i < size; i++) own[i] = widen(narrow(own[i]));
         ready(p, own);
     }

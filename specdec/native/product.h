@@ -162,6 +162,12 @@ static void norm(const float *x, const float *weight, float *y, int64_t size, fl
     for (int64_t i = whole; i < size; i++) y[i] = x[i] * by * weight[i];
 }
 
+/* The same; without a weight x as it is. */
+static void norm_if(const float *x, const float *weight, float *y, int64_t size, float epsilon) {
+    if (weight) norm(x, weight, y, size, epsilon);
+    else if (y != x) memcpy(y, x, size * sizeof *y);
+}
+
 static void rotate(float *head, const float *cosines, const float *sines, int64_t size) {
     const int64_t half = size / 2;
     int64_t i = 0;

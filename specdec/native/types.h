@@ -33,7 +33,7 @@ typedef struct { /* experts, of which each row is multiplied with a few */
 typedef struct {
     Product qkv, out, gate_up, down;
     const Experts *experts; /* in place of gate_up and down, or NULL */
-    const float *first_norm, *second_norm; /* [hidden] */
+    const float *first_norm, *second_norm; /* [hidden]; the first may be NULL: rows are read as they are */
     const float *head_norm;                /* [query_heads + key_heads, head_dim] or NULL */
     const float *out_norm, *down_norm;     /* [hidden], norms of attention's and the MLP's outputs, or NULL */
     float first_epsilon, second_epsilon, head_epsilon, out_epsilon, down_epsilon, scale;
@@ -73,10 +73,15 @@ typedef struct { /* the rows of all blocks, block after block */
     const int64_t *tokens;    /* [rows], for rows that start at the first layer; ... */
     const Product *embedding; /* ... and their embedding */
     const int32_t *spans;     /* [layers, rows, 2] positions that a row sees, as first and end; NULL: its path */
+    const void *reads;        /* [rows, inputs of qkv] what the first layer's attention reads; NULL: the stream, normed */
+    const uint8_t *parts;     /* [layers] what runs of each, ATTENTION and MLP or one of them; NULL: all */
 } Rows;
+
+enum { ATTENTION = 1, MLP = 2 };
+INLINE int runs(const Rows *all, int64_t n, int part) { return !all->parts || all->parts[n] & part; }
 
 typedef struct { /* the last norm and the head */
     Product product;
-    const float *norm; /* [hidden] */
+    const float *norm; /* [hidden]; NULL: the stream is read as it is */
     float epsilon;
 } Head;

@@ -141,6 +141,8 @@ class CRows(Structure):
         ("tokens", c_void_p),
         ("embedding", c_void_p),
         ("spans", c_void_p),
+        ("reads", c_void_p),
+        ("parts", c_void_p),
     )
 
 
@@ -162,11 +164,10 @@ class CHeads(Structure):
 class CChain(Structure):
     _fields_ = (
         ("shape", CShape),
-        ("attends", CShape),
         *(
             (name, c_void_p)
             for name in (
-                "layer", "attention", "head", "fuse", "join", "embedding", "table", "features_norm", "embedded_norm",
+                "layer", "head", "fuse", "join", "embedding", "table", "features_norm", "embedded_norm",
                 "hidden_norm", "drafted",
             )
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from ctypes import addressof, byref, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import addressof, byref, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -60,7 +60,7 @@ class NativeLayer:
     Attributes:
         products: weights of queries, keys and values; of attention's output; and, but where there are experts, of gate
             and up, and of down.
-        norms: [D] weights of the norms before attention and before the MLP.
+        norms: [D] weights of the norms before attention and before the MLP; None for the first where there is none.
         epsilons: epsilons of these two norms, and of the norms per head.
         heads: numbers of query and key heads.
         head_norm: [heads, 1, head_dim] weights of norms per query and key head, or None.
@@ -72,7 +72,7 @@ class NativeLayer:
     """
 
     products: tuple[PackedWeight, ...]
-    norms: tuple[torch.Tensor, torch.Tensor]
+    norms: tuple[torch.Tensor | None, torch.Tensor]
     epsilons: tuple[float, float, float]
     heads: tuple[int, int]
     head_dim: int
@@ -109,7 +109,7 @@ class NativeLayers:
         half = self._dtype is torch.bfloat16
         self._library = library()
         tiles = self._library.specdec_tiles()
-        self._shape = CShape(len(first.norms[0]), *first.heads, first.head_dim, inner, experts, half, gelu, tiles)
+        self._shape = CShape(first.products[1].outputs, *first.heads, first.head_dim, inner, experts, half, gelu, tiles)
         self._layers = (CLayer * len(layers))(*map(self._describe, layers))
         self._cos_sin: tuple[torch.Tensor, torch.Tensor, ctypes.Array[CCosSin]] | None = None
 
@@ -184,10 +184,9 @@ class NativeLayers:
         products = [product.described for product in layer.products]
         products += [CProduct()] * (4 - len(products))
         experts = None if layer.experts is None else self._describe_experts(layer.experts)
-        per_head = None if layer.head_norm is None else self._hold(layer.head_norm)
-        after = map(self._hold, (weight for weight, _ in layer.after)) if layer.after else (None, None)
+        after: list[Any] = [weight for weight, _ in layer.after] or [None, None]
         epsilons = [*layer.epsilons, *(epsilon for _, epsilon in layer.after)] + [0.0] * (2 - len(layer.after))
-        norms = [*map(self._hold, layer.norms), per_head, *after]
+        norms = map(self._hold, (*layer.norms, layer.head_norm, *after))
         return CLayer(
             *products, experts, *norms, *epsilons, layer.scale, layer.cap, layer.rotary_table, layer.norms_all
         )
@@ -206,7 +205,9 @@ class NativeLayers:
         for told, chosen in self._experts:
             told.chosen = told.count if every else chosen
 
-    def _hold(self, weight: torch.Tensor) -> int:
+    def _hold(self, weight: torch.Tensor | None) -> int | None:
+        if weight is None:
+            return None
         held = weight.float().contiguous()
         self._held.append(held)
         return held.data_ptr()
@@ -301,7 +302,9 @@ def described_rows(step: StepInput, cos_sin: ctypes.Array[CCosSin], *, by_row: b
         described += (length, size - rows, rows, *above, addressof(slots))
     blocks = (c_int64 * len(described))(*described)  # six numbers describe a sequence in layers.c
     told = CRows(step.rows, len(held), keys, addressof(blocks), addressof(cos_sin), by_row)
-    return told, [*held, blocks, cos_sin, step]
+    parts = (c_uint8 * len(step.plan.parts))(*step.plan.parts)
+    told.parts = addressof(parts) if step.plan.parts else None
+    return told, [*held, blocks, cos_sin, step, parts]
 
 
 def described_slots(cache: KVCache) -> ctypes.Array[CSlots]:

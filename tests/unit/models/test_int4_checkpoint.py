@@ -221,8 +221,8 @@ def test_other_models_and_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="activations='int8' needs quantised blocks"):
         load(tmp_path, in_blocks=False, activations="int8")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "olmo2"}))
-    with pytest.raises(CheckpointError, match=r"'olmo2' is none of .*llama.*install the packages gptqmodel"):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "stablelm"}))
+    with pytest.raises(CheckpointError, match=r"'stablelm' is none of .*llama.*install the packages gptqmodel"):
         load(tmp_path)
     told = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": told}))

@@ -56,34 +56,25 @@ static void same_draft(const char *what, int threads, int64_t draft, const Resul
     same(joined(what, "of a draft:", "chances"), 1, threads, draft, found->chances, alone->chances, MOST_SCORES + 1 + NODES, 'd');
 }
 
-/* A product that adds zeros. */
-static Product zeros(const Plan *plan, int64_t inputs, int64_t outputs) {
-    return (Product){.weight = aligned_memory(padded(outputs) * inputs * 4), .inputs = inputs, .outputs = outputs,
-                     .kind = plan->half ? HALF : FULL};
-}
-
-/* A narrow head: one layer on what `join` makes of embeddings and states; a wide one: attention on both side by side. */
+/* A narrow head: one layer on what `join` makes of embeddings and states; a wide one: its attention reads both. */
 static Chain chain_of(const Plan *plan, int wide) {
     const int64_t width = plan->hidden;
-    Plan attends = *plan, feeds = *plan;
-    Layer *layers = memory(2 * sizeof *layers);
+    Layer *layer = memory(sizeof *layer);
     Head *head = memory(sizeof *head);
     Product *products = memory(3 * sizeof *products);
     int64_t *drafted = memory(TOKENS * 8);
     for (int64_t n = 0; n < TOKENS; n++) drafted[n] = n;
-    attends.hidden = 2 * width, attends.inner = 16;
-    if (wide) feeds.queries = feeds.keys = 1, feeds.dim = 16, feeds.norms = 0;
-    layers[0] = layer_of(&feeds, 0), layers[1] = layer_of(&attends, 0);
-    if (wide) layers[0].qkv = zeros(plan, width, 48), layers[0].out = zeros(plan, 16, width);
+    *layer = layer_of(plan, 0);
+    if (wide) layer->qkv = linear(plan, 2 * width, (plan->queries + 2 * plan->keys) * plan->dim, plan->biased);
     *head = (Head){linear(plan, width, TOKENS, 0), gains(width), 0x1p-17f};
+    if (!wide) layer->first_norm = head->norm = NULL;
     products[0] = linear(plan, TAPS * width, width, 0), products[1] = linear(plan, 2 * width, width, 1);
     products[2] = weight(plan->half ? HALF : FULL, width, TOKENS, 0, SPECIALS);
-    return (Chain){.shape = {width, feeds.queries, feeds.keys, feeds.dim, feeds.inner, 0, plan->half, 0, told.tiles},
-                   .attends = {2 * width, plan->queries, plan->keys, plan->dim, 16, 0, plan->half, 0, told.tiles},
-                   .layer = layers, .attention = wide ? layers + 1 : NULL, .head = head, .fuse = products,
-                   .join = wide ? NULL : products + 1, .embedding = wide ? NULL : products + 2,
-                   .table = wide ? filled(TOKENS * width, plan->half, 0) : NULL, .features_norm = gains(TAPS * width),
-                   .embedded_norm = gains(width), .hidden_norm = gains(width), .drafted = wide ? drafted : NULL, .width = width,
+    return (Chain){.shape = {width, plan->queries, plan->keys, plan->dim, plan->inner, 0, plan->half, 0, told.tiles},
+                   .layer = layer, .head = head, .fuse = products, .join = wide ? NULL : products + 1,
+                   .embedding = wide ? NULL : products + 2, .table = wide ? filled(TOKENS * width, plan->half, 0) : NULL,
+                   .features_norm = gains(TAPS * width), .embedded_norm = wide ? gains(width) : NULL,
+                   .hidden_norm = wide ? gains(width) : NULL, .drafted = wide ? drafted : NULL, .width = width,
                    .features = TAPS * width, .taps = TAPS, .norms = wide ? TAPS : 0, .vocabulary = TOKENS, .from_norm = wide == 2,
                    .final = wide == 2, .epsilon = 0x1p-17f};
 }
