@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specdec.decoder.rope import Angles, rotate, signed
 from specdec.execute import cuda, cuda_kernels
 from specdec.models import described_target
 from specdec.models.described_target import DescribedTarget
 from specdec.models.inspection import eos_ids_of
 from specdec.runners.graphs import Outcome
-from specdec.runners.rotary import rotate, signed
 from specdec.sampling import noise
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
@@ -75,7 +75,7 @@ class Kernels:
         q, k, v = heads.view(len(heads), -1, width).transpose(0, 1).split((queries, keys, keys))
         if norms is not None:
             q, k = (F.rms_norm(x, (width,), weight, norms[2]) for x, weight in ((q, norms[0]), (k, norms[1])))
-        q, k = (rotate(x, cos[at], signed(sin[at])) for x in (q, k))
+        q, k = (rotate(x, Angles(cos[at], signed(sin[at]))) for x in (q, k))
         each = len(heads) // (where["counts"].numel() // 3)
         for number, one in enumerate(_sequences(where)):
             length, before, rows = one["counts"].tolist()

@@ -13,7 +13,7 @@ import torch
 from specdec.decoder.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
 from specdec.runners.rows import Rows
 
-__all__ = ["Angles", "RopeTables", "frequencies", "rotate"]
+__all__ = ["Angles", "RopeTables", "frequencies", "rotate", "signed"]
 
 _START = 1024  # positions of a table at first
 
@@ -33,6 +33,12 @@ def rotate(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
     if (dim := angles.cos.shape[-1]) < heads.shape[-1]:
         return torch.cat((rotate(heads[..., :dim], angles), heads[..., dim:]), -1)
     return torch.addcmul(heads * angles.cos, heads.roll(heads.shape[-1] // 2, -1), angles.signed_sin)
+
+
+def signed(sin: torch.Tensor) -> torch.Tensor:
+    """Sines [..., dim] with their first half negated."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat((-first, second), -1)
 
 
 def frequencies(rope: Rope) -> tuple[torch.Tensor, float]:
@@ -110,5 +116,4 @@ class RopeTables:
         turned = torch.arange(size, dtype=torch.int64)[:, None].float() * each
         turned = torch.cat((turned, turned), -1).to(self._device)
         cos, sin = (values.mul(attention).to(self._dtype) for values in (turned.cos(), turned.sin()))
-        first, second = sin.chunk(2, -1)
-        return Angles(cos, torch.cat((-first, second), -1))
+        return Angles(cos, signed(sin))

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from specdec import Draft, Engine, SamplingParams, TransformersTarget
+from specdec.decoder.rope import Angles, rotate, signed
 from specdec.errors import SpecdecWarning
 from specdec.execute import cuda_kernels
 from specdec.execute.cuda import CudaExecutor
-from specdec.runners.rotary import rotate, signed
 from tests import seam
 from tests.launching import fused, launch
 from tests.models import new_model, prompt_of
@@ -58,10 +58,10 @@ def test_turn_and_store(width: int, stored: int, normed: bool, first: int) -> No
     q, k, v = heads.view(rows, -1, width).transpose(0, 1).split((queries, key_heads, key_heads))
     if norms is not None:
         q, k = (F.rms_norm(x, (width,), weight, 1e-6) for x, weight in ((q, norms[0]), (k, norms[1])))
-    cos, sin = angles.cos()[places], signed(angles.sin()[places])
+    turned = Angles(angles.cos()[places], signed(angles.sin()[places]))
     there = [(first + row) % slots for row in range(stored)]
-    assert torch.allclose(query[0], rotate(q, cos, sin), rtol=1e-5, atol=1e-6)
-    assert torch.allclose(keys[1][:, there], rotate(k, cos, sin)[:, :stored], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(query[0], rotate(q, turned), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(keys[1][:, there], rotate(k, turned)[:, :stored], rtol=1e-5, atol=1e-6)
     assert torch.equal(values[1][:, there], v[:, :stored])
     for store in (keys, values):
         assert int((store != 0).any(-1).sum()) == stored * key_heads
