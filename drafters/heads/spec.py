@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drafters.heads.config import ACTIVATIONS, BlockConfig, ChainConfig, HeadConfig
 from specdec.decoder.head_spec import HeadSpec
-from specdec.decoder.rope_settings import read_rope, rope_context
+from specdec.decoder.rope_settings import read_rope, rope_context, rope_depends_on_length
 from specdec.decoder.settings import Settings
 from specdec.decoder.spec import Attention, Gated, Layer, Norm, Rope, UnknownDecoder
 from specdec.errors import CheckpointError, first_line, shown
@@ -59,11 +59,11 @@ def _layers(config: HeadConfig) -> tuple[Layer, ...]:
 
 def check_positions(config: HeadConfig, context: int) -> None:
     """Raises CheckpointError where texts of ``context`` tokens have positions that depend on the text's length."""
-    kind, longest = config.rope.get("rope_type"), rope_context(_settings(config))
-    if kind in ("dynamic", "longrope") and context > longest:
+    if rope_depends_on_length(config.rope) and context > (longest := rope_context(_settings(config))):
         raise CheckpointError(
-            f"the head's rotary positions, of rope_type {kind!r}, depend on the text's length beyond {longest} tokens, "
-            f"and its target reads {context}; load the model with max_model_len={longest} or less, or take another head"
+            f"the head's rotary positions, of rope_type {config.rope['rope_type']!r}, depend on the text's length "
+            f"beyond {longest} tokens, and its target reads {context}; load the model with max_model_len={longest} or "
+            "less, or take another head"
         )
 
 
