@@ -41,11 +41,12 @@ HEAD = """# GGUF files by architecture
 
 One row for each architecture and setting that was tried with a tiny random file. *KL* is the larger divergence, in
 nats, of the next token's distribution from llama.cpp's on the same file, after a prompt of 3 tokens and one of
-{length}, in float64. A file that is not read is refused, for the reason given. `mixtral` is a `llama` with experts.
+{length}, in float64. In float32 on a CPU, layers run `native` (in C), `fused` (in torch, by their description) or as
+transformers' `modules`. A file that is not read is refused, for the reason given. `mixtral` is a `llama` with experts.
 
 Made by `python scripts/gguf_matrix.py`; the tests hold some rows of each commit to what the script says.
 
-| architecture | file | read | native | KL |
+| architecture | file | read | layers run | KL |
 | --- | --- | --- | --- | ---: |
 """
 
@@ -118,15 +119,15 @@ class Row:
     """What a file is read as; ``reason``: why it is refused."""
 
     case: Case
-    native: bool = False
+    runner: str = ""
     apart: float | None = None
     reason: str = ""
 
     @property
     def said(self) -> str:
         """The row without its last cell."""
-        read, native = f"no: {self.reason}" if self.reason else "yes", "yes" if self.native else ""
-        return f"| `{self.case.family}` | {self.case.change} | {read} | {native} |"
+        read = f"no: {self.reason}" if self.reason else "yes"
+        return f"| `{self.case.family}` | {self.case.change} | {read} | {self.runner} |"
 
     def __str__(self) -> str:
         return f"{self.said} {'' if self.apart is None else f'{self.apart:.0e}'} |"
@@ -149,15 +150,8 @@ def row_of(case: Case, llama_cpp: LlamaCpp, folder: Path) -> Row:
     found = torch.stack([logits_of(target, prompt)[-1].log_softmax(-1) for prompt in PROMPTS])
     if (far := apart(found, expected)) > case.bound:
         raise RuntimeError(f"{case} is read as another model: its logits are {far:.1e} from llama.cpp's")
-    return Row(case, _is_native(file), far)
-
-
-def _is_native(file: Path) -> bool:
-    try:
-        target = TransformersTarget.from_pretrained(file, dtype="float32", execution="native")
-        return bool(target.options["runner"] == "native")
-    except SpecdecError:
-        return False
+    own = TransformersTarget.from_pretrained(file, dtype="float32", max_model_len=case.asked)
+    return Row(case, str(own.options["runner"]), far)
 
 
 def _brief(message: str, file: Path) -> str:

@@ -22,10 +22,35 @@ from specdec.execute.torch import TorchExecutor
 from specdec.step.torch_switches import steps
 from tests import models
 
-__all__ = ["ALL", "BIASED", "Decoder", "checkpoint_of", "new_model", "reference_logits", "spec_of_config", "unrounded"]
+__all__ = [
+    "ALL",
+    "BIASED",
+    "TORCH",
+    "Decoder",
+    "checkpoint_of",
+    "new_model",
+    "reference_logits",
+    "spec_of_config",
+    "unrounded",
+]
 
-ALL = (*models.FUSED, "mellum", "glm4_moe")
+TORCH = (
+    "glm4_moe",
+    "lfm2",
+    "granite",
+    "smollm3",
+    "glm4",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+)
+"""Families that have a spec which torch alone computes."""
+ALL = (*models.FUSED, "mellum", "seed_oss", "ernie4_5", "phi3", *(own for own in TORCH if own not in models.FUSED))
 """Families that have a spec."""
+_TURNED: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
 BIASED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": None, "head_dim": 16},
@@ -37,6 +62,18 @@ BIASED: dict[str, dict[str, Any]] = {
     "lfm2": {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
     "mixtral": {"sliding_window": 6, "head_dim": 16},
     "olmoe": {"attention_bias": True, "norm_topk_prob": True},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    "ernie4_5": {"use_bias": True, "tie_word_embeddings": True},
+    "granite": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "smollm3": {"attention_bias": True, "mlp_bias": True, "use_sliding_window": True, "sliding_window": 5},
+    "phi3": {"sliding_window": None, "rope_parameters": {**_TURNED, "partial_rotary_factor": 0.5}},
+    "glm4": {"attention_bias": True, "rope_parameters": {**_TURNED, "partial_rotary_factor": 0.25}},
+    "olmo2": {"attention_bias": True, "tie_word_embeddings": True},
+    "olmo3": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+    "cohere": {"attention_bias": True, "tie_word_embeddings": True},
+    "cohere2": {"attention_bias": True, "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+    "starcoder2": {"use_bias": False, "sliding_window": None, "tie_word_embeddings": False},
     "mellum": {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False},
     "glm4_moe": {"attention_bias": True, "use_qk_norm": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     "qwen3_moe": {"attention_bias": True, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 6},

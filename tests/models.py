@@ -41,6 +41,7 @@ BASE: dict[str, Any] = {
 # Untied: a random tied model repeats its last token for ever.
 _GEMMA = {**BASE, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_SCALES = {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 
 # Family -> prefix of its transformers classes, and its config. All have grouped heads, but GPT-NeoX.
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -116,11 +117,28 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", "OlmoeConfig", {**BASE, "hidden_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
+    "granite": ("Granite", "GraniteConfig", {**BASE, **_SCALES}),
+    "smollm3": ("SmolLM3", "SmolLM3Config", {**BASE, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}),
+    "glm4": ("Glm4", "Glm4Config", {**BASE, "head_dim": 16, "attention_bias": False}),
+    "olmo3": ("Olmo3", "Olmo3Config", {**BASE, "sliding_window": WINDOW, "layer_types": _MIXED}),
+    "exaone4": ("Exaone4", "Exaone4Config", {**BASE, "sliding_window": WINDOW, "layer_types": _MIXED}),
+    "cohere": ("Cohere", "CohereConfig", {**BASE, "logit_scale": 0.3, "tie_word_embeddings": False}),
+    "cohere2": (
+        "Cohere2",
+        "Cohere2Config",
+        {**BASE, "logit_scale": 0.3, "tie_word_embeddings": False, "sliding_window": WINDOW, "layer_types": _MIXED},
+    ),
+    "seed_oss": ("SeedOss", "SeedOssConfig", {**BASE, "head_dim": 16, "attention_bias": False}),
+    "ernie4_5": ("Ernie4_5", "Ernie4_5Config", {**BASE, "head_dim": 16, "tie_word_embeddings": False}),
 }
 MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
-# Others have the parts of four; the last one's convolutions are run by its description alone.
-FAMILIES = tuple(own for own in _FAMILIES if own not in ("gemma", "olmoe", "mellum", "glm4_moe", "lfm2"))
+_ALIKE = (
+    *("gemma", "olmoe", "granite", "smollm3", "glm4", "olmo3", "exaone4", "cohere", "cohere2", "seed_oss", "ernie4_5"),
+    *("mellum", "glm4_moe", "lfm2"),
+)
+# Others have the parts of most of these; the last one's convolutions are run by its description alone.
+FAMILIES = tuple(family for family in _FAMILIES if family not in _ALIKE)
 
 OF_LAYERS = ("kangaroo", "layer_skip", "mtp")
 """Drafters that run some of the target's layers, or layers by its description, which ``modules`` has not."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from itertools import product as product_of
 
 import torch
@@ -16,8 +15,7 @@ from drafters.heads.recorded_chain import MOST_RECORDED, RecordedChain
 from drafters.heads.spec import head_spec
 from drafters.heads.weights import Chain
 from specdec.decoder.rope import RopeTables
-from specdec.decoder.spec import Attention
-from specdec.runners.attention import attend, attend_all
+from specdec.runners.attention import attend, attend_ends
 from specdec.runners.linear import linear_kernel
 from specdec.runners.rows import Rows, TextRows
 from specdec.runners.sent_rows import rows_on
@@ -121,7 +119,8 @@ class ChainStep:
         embedded = torch.empty(0) if native is not None and native.embeds else self.embedded(rows)
         sources = [(one.features, one.states) for one in brought]
         if native is not None:
-            logits, onward = native.guess(rows.step, sources, None if native.embeds else embedded, _wanted(rows, asked))
+            given = None if native.embeds else embedded
+            logits, onward = native.guess(rows.step, sources, given, rows.step.last_rows(asked))
         elif self.recorded is not None and (found := self.recorded.run(rows, sources, embedded)) is not None:
             logits, onward = (_picked(every, rows, asked) for every in found)
         else:
@@ -171,38 +170,18 @@ class ChainStep:
 
     def _run(self, rows: Rows, embedded: torch.Tensor, states: torch.Tensor, asked: Sequence[int]) -> torch.Tensor:
         """[N, W] states of the asked rows, the last ones of each part, before the last norm."""
-        wanted, layers = _wanted(rows, asked), self._forward.spec.layers
+        wanted, layers = rows.step.last_rows(asked), self._forward.spec.layers
         narrows = len(wanted) < rows.rows
 
         def mix(place: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             rows.store(keys, values, place)
             if narrows and place == len(layers) - 1:
-                return self._last(rows, layers[place].attention, place, query, asked)
+                return attend_ends(query, rows, place, layers[place].attention.scale, asked)
             return attend(query, rows, place, layers[place].attention.scale)
 
         attends = self._forward.attending(self._ropes.of(layers[0].attention.rope, rows), mix)
         hidden, reads = self._forward.entering(embedded, states)
         return self._forward.through(hidden, attends, reads=reads, wanted=wanted if narrows else None)
-
-    def _last(
-        self, rows: Rows, own: Attention, place: int, queries: torch.Tensor, asked: Sequence[int]
-    ) -> torch.Tensor:
-        """[1, Hq, N, d] attention of the asked rows in the last layer; the others are only attended to."""
-        found = []
-        for part, count in zip(rows.parts, asked, strict=True):
-            if count == 1 and part.parents is None and own.window is None:  # it sees everything
-                end = part.length + part.last
-                keys, values = (store[place].narrow(2, 0, end) for store in (part.cache.keys, part.cache.values))
-                found.append(attend_all(queries[:, :, part.ends - 1 : part.ends], keys, values))
-            else:
-                found.append(attend(queries[:, :, part.begins : part.ends], part, place, own.scale)[:, :, -count:])
-        return torch.cat(found, 2)
-
-
-def _wanted(rows: Rows, asked: Sequence[int]) -> list[int]:
-    """The last rows of each part, as many as are asked for."""
-    ends = accumulate(rows.step.counts)
-    return [row for end, count in zip(ends, asked, strict=True) for row in range(end - count, end)]
 
 
 def _picked(every: torch.Tensor, rows: Rows, asked: Sequence[int]) -> torch.Tensor:

@@ -8,7 +8,6 @@ draft costs little more than reading the weights, so work around the products ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +96,7 @@ class AdapterStep:
 
     def _run(self, features: torch.Tensor, step: StepInput, counts: Sequence[int]) -> torch.Tensor:
         """[N, D] the last rows of each sequence behind the layer; keys and values of all rows [T, D] are stored."""
-        rows, attention, wanted = rows_on(self.norm.device, step), self._spec.attention, _ends(step, counts)
+        rows, attention, wanted = rows_on(self.norm.device, step), self._spec.attention, step.last_rows(counts)
 
         def mix(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             rows.store(keys, values, 0)
@@ -112,7 +111,7 @@ class AdapterStep:
         self, native: NativeLayers, features: torch.Tensor, step: StepInput, counts: Sequence[int]
     ) -> torch.Tensor:
         """[N, d] logits behind the last rows of each sequence."""
-        scored, head = _ends(step, counts), self._native_head
+        scored, head = step.last_rows(counts), self._native_head
         reading = None if head is None else head.reading(len(features), np.array(scored), False)
         hidden, _ = native.run(features, step, *self._turned(step.end), 0, 1, (), by_row=False, reading=reading)
         if reading is None:
@@ -152,9 +151,3 @@ class Nodes(NamedTuple):
 
     features: torch.Tensor
     step: StepInput
-
-
-def _ends(step: StepInput, counts: Sequence[int]) -> list[int]:
-    """The last rows of each sequence, as many as ``counts`` says."""
-    pairs = zip(accumulate(step.counts), counts, strict=True)
-    return [row for end, count in pairs for row in range(end - count, end)]

@@ -138,7 +138,7 @@ def _two_ropes(said: GgufHeader, base: float) -> Fields:
 
 def _starcoder2(said: GgufHeader) -> Fields:
     own = centred(said, "starcoder2", "norm_epsilon", hidden_act=_GELU)
-    return {**own, "sliding_window": None, **turns(said)}
+    return {**own, "use_bias": True, "sliding_window": None, **turns(said)}
 
 
 def _phi3(said: GgufHeader) -> Fields:
@@ -197,8 +197,8 @@ def _mistral3(said: GgufHeader) -> Fields:
 
 
 def _smollm3(said: GgufHeader) -> Fields:
-    own = {"no_rope_layer_interval": 4, "use_sliding_window": False}
-    return {**dense(said, "smollm3"), **own, **turns(said)}
+    turning = [int((layer + 1) % 4 != 0) for layer in range(said.number("block_count"))]
+    return {**dense(said, "smollm3"), "no_rope_layers": turning, **_no_windows(said), **turns(said)}
 
 
 def _glm4(said: GgufHeader) -> Fields:

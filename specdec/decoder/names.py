@@ -8,10 +8,10 @@ transformers' own. Experts are one by one in checkpoints, and fused in transform
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer, ShortConv
+from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer, Norm, Plain, ShortConv
 
 __all__ = ["CHOICE", "DECODER", "FUSED", "Names", "Weight", "shapes_of"]
 
@@ -74,6 +74,8 @@ class Names:
         heads: names of the head.
         experts: pattern of what is fused, by transformers, in the decoder.
         ignored: patterns of tensors that are no part of the decoder, anywhere in a name.
+        stacked: a part that is of several, one above the other -> these.
+        neighbours: values of a head that turn together lie beside each other, and not half a head apart.
     """
 
     decoder: Mapping[str, tuple[str, ...]]
@@ -85,6 +87,8 @@ class Names:
         r"(^|\.)(vision_tower|vision_model|multi_modal_projector)\.",  # models of images and texts are given texts
         r"^(model\.)?mtp(_layers)?\.",  # layers behind the model's own, which a drafter reads
     )
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    neighbours: bool = False
 
     def candidates(self, weight: Weight, prefix: str) -> Iterator[str]:
         """Names that a tensor may have in a checkpoint whose decoder has this prefix."""
@@ -98,18 +102,17 @@ class Names:
             yield from (f"{prefix}{module.format(**places)}.{weight.kind}" for module in self.decoder[weight.part])
 
     def own(self, weight: Weight) -> str:
-        """Transformers' name; of experts, of what is fused."""
-        fused = next(
-            (whole for whole, parts in FUSED.items() if weight.part in parts and weight.expert is not None), None
-        )
-        if fused is not None:
-            weight = Weight(fused, weight.layer)
+        """Transformers' name; of experts, of what is fused, and of what is stacked the whole's."""
+        wholes = FUSED if weight.expert is not None else self.stacked
+        if (whole := next((one for one, parts in wholes.items() if weight.part in parts), None)) is not None:
+            weight = Weight(whole, weight.layer, kind=weight.kind)
         return next(self.candidates(weight, self.prefixes[0]))
 
 
 def shapes_of(spec: DecoderSpec) -> dict[Weight, Shape]:
     """Every tensor of a decoder, with its shape; a tied head has none of its own."""
-    found: dict[Weight, Shape] = {Weight("embedding"): (spec.vocab, spec.hidden), Weight("norm"): (spec.hidden,)}
+    found: dict[Weight, Shape] = {Weight("embedding"): (spec.vocab, spec.hidden)}
+    found |= dict(_norm_shapes("norm", spec.head.norm, spec.hidden))
     if not spec.head.tied:
         found[Weight("head")] = (spec.vocab, spec.hidden)
     for number, layer in enumerate(spec.layers):
@@ -117,10 +120,16 @@ def shapes_of(spec: DecoderSpec) -> dict[Weight, Shape]:
     return found
 
 
+def _norm_shapes(part: str, norm: Norm | None, hidden: int) -> Iterator[tuple[Weight, Shape]]:
+    if norm is not None:
+        yield from ((Weight(part, kind=kind), (hidden,)) for kind in ("weight", *(("bias",) if norm.bias else ())))
+
+
 def _layer_shapes(layer: Layer, hidden: int) -> Iterator[tuple[Weight, Shape]]:
     mlp = layer.mlp
-    for place in ("before", *(("after",) if layer.after else ())):
-        yield from ((Weight(f"{place}.{part}"), (hidden,)) for part in ("attention", "mlp"))
+    for place, norms in (("before", layer.before), ("after", layer.after or ())):
+        for part, norm in zip(("attention", "mlp"), norms, strict=False):
+            yield from _norm_shapes(f"{place}.{part}", norm, hidden)
     yield from _attention(layer.mixer, hidden) if isinstance(layer.mixer, Attention) else _conv(layer.mixer, hidden)
     widths = (("gate", mlp.width, hidden), ("up", mlp.width, hidden), ("down", hidden, mlp.width))
     if isinstance(mlp, Experts):
@@ -133,7 +142,7 @@ def _layer_shapes(layer: Layer, hidden: int) -> Iterator[tuple[Weight, Shape]]:
             widths = (("gate", mlp.shared, hidden), ("up", mlp.shared, hidden), ("down", hidden, mlp.shared))
             yield from ((Weight(f"shared.{name}"), (rows, size)) for name, rows, size in widths)
         return
-    for name, outputs, inputs in widths:
+    for name, outputs, inputs in widths[isinstance(mlp, Plain) :]:
         yield Weight(f"mlp.{name}"), (outputs, inputs)
         if mlp.bias:
             yield Weight(f"mlp.{name}", kind="bias"), (outputs,)

@@ -31,6 +31,8 @@ def rotate(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
     Values of a head behind the first ``dim`` stay as they are.
     """
     if (dim := angles.cos.shape[-1]) < heads.shape[-1]:
+        if not dim:
+            return heads
         return torch.cat((rotate(heads[..., :dim], angles), heads[..., dim:]), -1)
     return torch.addcmul(heads * angles.cos, heads.roll(heads.shape[-1] // 2, -1), angles.signed_sin)
 

@@ -40,8 +40,10 @@ def read_rope(settings: Settings, head_dim: int, *, partial: bool = False) -> Ro
 
 def read_ropes(settings: Settings, head_dim: int, kinds: tuple[str, ...], *, partial: bool = False) -> dict[str, Rope]:
     """Those of each kind of layer; as :func:`read_rope`."""
-    own = _parameters(settings)
-    return {kind: _rope(settings, f"rope_parameters[{kind!r}]", own.get(kind), head_dim, partial) for kind in kinds}
+    own, layers = _parameters(settings), {*(settings.get("layer_types") or ())}
+    asked = [kind for kind in kinds if kind in layers or kind in own] or kinds
+    found = {kind: _rope(settings, f"rope_parameters[{kind!r}]", own.get(kind), head_dim, partial) for kind in asked}
+    return {kind: found.get(kind, found[asked[0]]) for kind in kinds}  # of a kind without layers, any
 
 
 def rope_context(settings: Settings) -> int:

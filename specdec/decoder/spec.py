@@ -25,6 +25,7 @@ __all__ = [
     "Mixer",
     "Mlp",
     "Norm",
+    "Plain",
     "Rope",
     "RopeScaling",
     "ShortConv",
@@ -44,12 +45,15 @@ class UnknownDecoder(Exception):
 class Norm:
     """An RMS norm of epsilon ``eps``, which multiplies by its weight and ``offset``.
 
-    ``rounds_first``: half-precision values are rounded to their dtype before they are multiplied, too.
+    ``rounds_first``: half-precision values are rounded to their dtype before they are multiplied, too. ``centred``: the
+    mean is taken off first (a layer norm). ``bias``: is added last.
     """
 
     eps: float
     offset: float = 0.0
     rounds_first: bool = False
+    centred: bool = False
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ RopeScaling = Linear | Dynamic | Llama3 | Yarn | LongRope
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of the first ``dim`` values of a head: its halves turn by frequencies base^(-2i / dim)."""
+    """Rotary positions of a head's first ``dim`` values, or of none: halves turn by frequencies base^(-2i / dim)."""
 
     dim: int
     base: float
@@ -173,6 +177,15 @@ class Gated:
 
 
 @dataclass(frozen=True, slots=True)
+class Plain:
+    """act(up), then down; ``width``: between."""
+
+    act: Activation
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Sigmoid:
     """Experts are chosen by the sigmoid of a logit plus a bias; shares are without it (DeepSeek-V3, arXiv 2412.19437).
 
@@ -205,7 +218,7 @@ class Experts:
     shared: int = 0
 
 
-Mlp = Gated | Experts
+Mlp = Gated | Plain | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +227,18 @@ class Layer:
 
     Attributes:
         mixer: what brings tokens together; the part of a layer that plans and weights call attention.
-        before: norms of what mixer and MLP read; None where the mixer reads the residual as it is.
+        before: norms of what mixer and MLP read; None where one reads the residual as it is.
         after: norms of what they add; None for none.
+        scale: of what they add.
+        parallel: the MLP reads what the mixer reads, and nothing of what that adds.
     """
 
     mixer: Mixer
     mlp: Mlp
-    before: tuple[Norm | None, Norm]
+    before: tuple[Norm | None, Norm | None]
     after: tuple[Norm, Norm] | None = None
+    scale: float = 1.0
+    parallel: bool = False
 
     @property
     def attention(self) -> Attention:
@@ -245,11 +262,18 @@ class Head:
         norm: the last norm.
         tied: whether the embedding's table is the head's.
         cap: of logits, by a tanh; 0 for none.
+        scale: of logits, before the cap.
     """
 
     norm: Norm
     tied: bool
     cap: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def is_product(self) -> bool:
+        """Whether logits are a product's results as they are."""
+        return self.cap == 0.0 and self.scale == 1.0
 
 
 @dataclass(frozen=True, slots=True)

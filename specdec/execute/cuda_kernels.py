@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from dataclasses import fields, is_dataclass
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Gated, Head, Layer, Norm, Rope
+from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Gated, Head, Layer, Norm
 from specdec.errors import SpecdecWarning, first_line
+from specdec.execute.knobs import unlike
 from specdec.step import device_copies
 
 __all__ = ["kernels_for", "layer_kernels", "why_not"]
@@ -20,7 +21,8 @@ __all__ = ["kernels_for", "layer_kernels", "why_not"]
 
 def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """The reason why the kernels cannot run a decoder; None where they can."""
-    if (why := _why_not_there(dtype, device) or _unlike(spec, _computed(spec), "")) is not None:
+    llama = "CUDA kernels compute decoders like Llama's"
+    if (why := _why_not_there(dtype, device) or unlike(spec, _computed(spec), llama)) is not None:
         return why
     if len(spec.ropes) > 1:
         return "CUDA kernels read one table of rotary positions, and here they differ by layer"
@@ -55,34 +57,14 @@ def _computed_layer(layer: Layer) -> Layer:
         own.kv_heads,
         own.head_dim,
         own.scale,
-        Rope(own.head_dim, own.rope.base, own.rope.scaling),
+        replace(own.rope, dim=own.head_dim),
         window=own.window,
         qk_norm=None if own.qk_norm is None else Norm(own.qk_norm.eps),
         bias=own.bias,
     )
     gated = Gated("silu", mlp.width, isinstance(mlp, Gated) and mlp.bias)
-    first, second = layer.before
-    return Layer(attention, gated, (Norm((first or second).eps), Norm(second.eps)))
-
-
-def _unlike(own: Any, computed: Any, name: str) -> str | None:
-    """The first thing in a description that is not what the kernels compute."""
-    if own == computed:
-        return None
-    if type(own) is type(computed) and is_dataclass(own):
-        names = [field.name for field in fields(own)]
-        inner = [(one, getattr(own, one), getattr(computed, one)) for one in names]
-    elif isinstance(own, tuple) and isinstance(computed, tuple):
-        inner = [(str(number), *pair) for number, pair in enumerate(zip(own, computed, strict=True))]
-    else:
-        return f"CUDA kernels compute decoders like Llama's, and here {name} is {_shown(own)}"
-    return next(filter(None, (_unlike(one, other, f"{name}.{at}".lstrip(".")) for at, one, other in inner)))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(_shown, value))
-    return type(value).__name__ if is_dataclass(value) else repr(value)
+    first, second = (Norm(1.0 if norm is None else norm.eps) for norm in layer.before)
+    return Layer(attention, gated, (first, second))
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Gated, Layer, Sigmoid
+from specdec.decoder.spec import Activation, Attention, Experts, Layer, Sigmoid
 from specdec.execute.norm import normed_heads
 from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step import device_copies
@@ -29,6 +29,7 @@ __all__ = [
     "GatedWeights",
     "LayerWeights",
     "Mix",
+    "PlainWeights",
     "attention",
     "heads_of",
     "keys_values",
@@ -70,6 +71,14 @@ class GatedWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PlainWeights:
+    """Up and down."""
+
+    up: LinearKernel
+    down: LinearKernel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """Of all experts.
 
@@ -106,7 +115,7 @@ class LayerWeights:
     qkv: LinearKernel | None
     out: LinearKernel | None
     heads: torch.Tensor | None
-    mlp: GatedWeights | ExpertWeights | None
+    mlp: GatedWeights | PlainWeights | ExpertWeights | None
     taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
 
@@ -153,19 +162,22 @@ def layer_around(
 
     ``attend``: from what queries, keys and values are made of [T, I] to the attention of the rows that go on [N, H d].
     """
+    before = hidden
     if parts & Part.ATTENTION:
         assert weights.out is not None
         mixed = attend(_read(weights.before[0], hidden) if reads is None else reads)
         if wanted is not None:
-            hidden = device_copies.pick(hidden, wanted)
-        hidden = _added(weights.out, mixed, hidden, weights.after and weights.after[0])
+            hidden = before = device_copies.pick(hidden, wanted)
+        hidden = _added(weights.out, mixed, hidden, weights.after and weights.after[0], spec.scale)
     if parts & Part.MLP:
-        normed, after = _read(weights.before[1], hidden), weights.after and weights.after[1]
-        if isinstance(spec.mlp, Gated):
-            own: Any = weights.mlp
-            return _added(own.down, _gated(spec.mlp.act, own, normed), hidden, after)
-        mixed = _by_experts(spec.mlp, weights.mlp, normed)
-        hidden = hidden + (mixed if after is None else after(mixed))
+        first, second = weights.before
+        normed = _read(first, before) if spec.parallel else _read(second, hidden)
+        own, after = weights.mlp, weights.after and weights.after[1]
+        if isinstance(spec.mlp, Experts):
+            mixed = _by_experts(spec.mlp, own, normed)
+            return hidden + _scaled(mixed if after is None else after(mixed), spec.scale)
+        assert isinstance(own, GatedWeights | PlainWeights)
+        hidden = _added(own.down, _between(spec.mlp.act, own, normed), hidden, after, spec.scale)
     return hidden
 
 
@@ -173,9 +185,17 @@ def _read(before: ByRow | None, hidden: torch.Tensor) -> torch.Tensor:
     return hidden if before is None else before(hidden)
 
 
-def _added(product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, after: ByRow | None) -> torch.Tensor:
+def _added(
+    product: LinearKernel, rows: torch.Tensor, hidden: torch.Tensor, after: ByRow | None, scale: float
+) -> torch.Tensor:
     """``hidden`` plus the product, which may be normed."""
-    return product.add(rows, hidden) if after is None else hidden + after(product(rows))
+    if after is None and scale == 1.0:
+        return product.add(rows, hidden)
+    return hidden + _scaled(product(rows) if after is None else after(product(rows)), scale)
+
+
+def _scaled(values: torch.Tensor, scale: float) -> torch.Tensor:
+    return values if scale == 1.0 else values * scale
 
 
 def attention(own: Attention, weights: LayerWeights, reads: torch.Tensor, angles: Angles, mix: Mix) -> torch.Tensor:
@@ -228,10 +248,13 @@ def _normed(own: Attention, heads: torch.Tensor, by: torch.Tensor) -> torch.Tens
     return torch.cat(found, 1)
 
 
-def _gated(act: Activation, weights: GatedWeights, normed: torch.Tensor) -> torch.Tensor:
+def _between(act: Activation, weights: GatedWeights | PlainWeights, normed: torch.Tensor) -> torch.Tensor:
     """[T, I] what is between gate and up, and down."""
+    if isinstance(weights, PlainWeights):
+        return _ACTS[act](weights.up(normed))
     gate, up = weights.gate_up(normed).chunk(2, -1)
-    return _ACTS[act](gate).mul_(up)
+    mixed = _ACTS[act](gate)
+    return mixed * up if mixed.requires_grad else mixed.mul_(up)
 
 
 def _by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tensor:
@@ -247,11 +270,11 @@ def _by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tens
     if spec.router is not None:
         shares = shares * spec.router.scale
     shared = weights.shared
-    total = torch.zeros_like(normed) if shared is None else shared.down(_gated(spec.act, shared, normed))
+    total = torch.zeros_like(normed) if shared is None else shared.down(_between(spec.act, shared, normed))
     for number in sorted({*chosen.flatten().tolist()}):
         rows, rank = torch.where(chosen == number)
         expert = weights.each[number]
-        own = expert.down(_gated(spec.act, expert, normed[rows])) * shares[rows, rank, None]
+        own = expert.down(_between(spec.act, expert, normed[rows])) * shares[rows, rank, None]
         total = total.index_add(0, rows, own.to(total.dtype))
     return total
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer
+from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Experts, Gated, Head, Layer, Mlp, Norm
 from specdec.decoder.weights.checkpoint import Checkpoint
+from specdec.execute.knobs import unlike
 from specdec.execute.layer import GatedWeights, LayerWeights
 from specdec.execute.torch import TorchExecutor
 from specdec.execute.weights import DecoderWeights
@@ -40,14 +42,12 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
         return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
     if others := sorted({type(own.mixer).__name__ for own in spec.layers} - {Attention.__name__}):
         return f"native layers compute attention, and no {others[0]}"
+    if why := unlike(spec, _computed(spec), "native layers compute decoders like Llama's, Gemma's and Mixtral's"):
+        return why
     if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
         return "native layers need all layers to have the same heads"
     if len(acts := {layer.mlp.act for layer in spec.layers}) > 1:
         return "native layers need all layers to have the same activation"
-    if any(layer.attention.rope.dim != layer.attention.head_dim for layer in spec.layers):
-        return "native layers turn whole heads, and here a part of each turns"
-    if any(isinstance(own := layer.mlp, Experts) and (own.router or own.shared) for layer in spec.layers):
-        return "native layers choose experts by a softmax, and have none that all rows share"
     if not acts <= {"silu", "gelu_tanh"}:
         return f"native layers have SiLU or GELU in its tanh form, and here it is {acts.pop()}"
     head_dim, widths = spec.layers[0].attention.head_dim, {layer.mlp.width for layer in spec.layers}
@@ -59,6 +59,40 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
     if library() is None:
         return "native layers need a C compiler (cc, gcc or clang), and none works here"
     return None
+
+
+def _computed(spec: DecoderSpec) -> DecoderSpec:
+    """What the library makes of a decoder: all that it does not compute is at its default."""
+    layers = {own: _computed_layer(own) for own in {*spec.layers}}
+    head = Head(_computed_norm(spec.head.norm), spec.head.tied, spec.head.cap)
+    every, ends = tuple(layers[own] for own in spec.layers), (Embedding(spec.embedding.scale), head)
+    return DecoderSpec(spec.architecture, spec.vocab, spec.hidden, spec.context, every, *ends)
+
+
+def _computed_layer(layer: Layer) -> Layer:
+    own, mlp = layer.attention, layer.mlp
+    attention = Attention(
+        own.heads,
+        own.kv_heads,
+        own.head_dim,
+        own.scale,
+        replace(own.rope, dim=own.head_dim),
+        own.window,
+        own.cap,
+        own.qk_norm and _computed_norm(own.qk_norm),
+        own.norms_all,
+        own.bias,
+    )
+    computed: Mlp = Gated(mlp.act, mlp.width, not isinstance(mlp, Experts) and mlp.bias)
+    if isinstance(mlp, Experts):
+        computed = Experts(mlp.act, mlp.width, mlp.count, mlp.chosen, mlp.norm)
+    first, second = (_computed_norm(norm or Norm(1.0)) for norm in layer.before)
+    after = layer.after and (_computed_norm(layer.after[0]), _computed_norm(layer.after[1]))
+    return Layer(attention, computed, (first, second), after)
+
+
+def _computed_norm(norm: Norm) -> Norm:
+    return Norm(norm.eps, norm.offset, norm.rounds_first)
 
 
 class NativeExecutor(TorchExecutor):

@@ -1,4 +1,4 @@
-"""RMS norms in torch."""
+"""Norms in torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from specdec.decoder.spec import Norm
 from specdec.step import device_copies
 
-__all__ = ["RmsNorm", "normed_heads"]
+__all__ = ["LayerNorm", "RmsNorm", "normed_heads"]
 
 _FULL, _HALF = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
 
@@ -55,6 +55,17 @@ class RmsNorm:
             root = torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.norm.eps)
             return (whole * root * self.by).to(hidden.dtype)
         return F.rms_norm(hidden, self.by.shape, self.by, self.norm.eps)
+
+
+class LayerNorm:
+    """A norm over the last dimension that takes the mean off first; ``weight``, ``bias``: [D]."""
+
+    def __init__(self, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.norm, self.by, self._bias = norm, weight, bias
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] normed over the last dimension."""
+        return F.layer_norm(hidden, self.by.shape, self.by, self._bias, self.norm.eps)
 
 
 def _full(values: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, RopeTables
-from specdec.decoder.spec import Attention, Experts, Mixer, Rope
+from specdec.decoder.spec import Attention, Experts, Head, Mixer, Rope
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer, layer_around
 from specdec.execute.short_conv import gated_conv
@@ -72,9 +72,9 @@ class TorchExecutor:
 
     @property
     def packed_head(self) -> PackedWeight | None:
-        """The packed weight that the head is; None where it is not packed, or logits have a cap."""
+        """The packed weight that the head is; None where it is not packed, or logits are scaled or have a cap."""
         head = self._weights.head
-        return head if isinstance(head, PackedWeight) and not self.spec.head.cap else None
+        return head if isinstance(head, PackedWeight) and self.spec.head.is_product else None
 
     @property
     def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
@@ -212,7 +212,7 @@ class TorchExecutor:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D] that passed the last norm."""
         logits = self._weights.head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
-        return _capped(self.spec.head.cap, logits) if self.spec.head.cap else logits
+        return logits if self.spec.head.is_product else _finished(self.spec.head, logits)
 
     def head_of(
         self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
@@ -221,8 +221,8 @@ class TorchExecutor:
 
         With a ``dtype`` gradients may pass, as in training.
         """
-        head, cap = self._weights.head, self.spec.head.cap
-        after = partial(_capped, cap) if cap else None
+        head, own = self._weights.head, self.spec.head
+        after = None if own.is_product else partial(_finished, own)
         if tokens is None and dtype is None:
             return HeadOf(head, after=after)
         weight = rows_of(head, range(self.spec.vocab) if tokens is None else tokens)
@@ -245,8 +245,10 @@ class TorchExecutor:
         return self._weights.named()
 
 
-def _capped(cap: float, logits: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(logits / cap) * cap
+def _finished(head: Head, logits: torch.Tensor) -> torch.Tensor:
+    """Logits, scaled and with their cap."""
+    logits = logits if head.scale == 1.0 else logits * head.scale
+    return torch.tanh(logits / head.cap) * head.cap if head.cap else logits
 
 
 def stored_and_attended(

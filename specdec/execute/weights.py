@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from specdec.decoder.names import CHOICE, FUSED, Weight
-from specdec.decoder.spec import Attention, Experts, Norm
+from specdec.decoder.spec import Attention, Experts, Norm, Plain
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights
-from specdec.execute.norm import RmsNorm
+from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights, PlainWeights
+from specdec.execute.norm import LayerNorm, RmsNorm
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import DenseLinear, PackedWeight
 from specdec.runners.memory_pages import trim_heap
@@ -71,13 +71,17 @@ class LayersWeights:
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as transformers has them, sorted by its names; what is packed or fused is made in turn."""
         every = self._named.items()
-        own = {self._own(weight): made for weight, made in every if weight.expert is None}
+        own = dict[str, list[Callable[[], torch.Tensor]]]()
+        for weight, made in every:
+            if weight.expert is None:
+                own.setdefault(self._own(weight), []).append(made)
         for name in sorted(own):
-            yield name, own[name]()
+            parts = [made() for made in own[name]]
+            yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def kernels(self) -> Iterator[tuple[list[str], Kernel]]:
         """Every product, and a table in blocks, with transformers' names of the weights in it."""
-        return (([self._own(weight) for weight in weights], kernel) for weights, kernel in self._kernels)
+        return ((list(dict.fromkeys(map(self._own, weights))), kernel) for weights, kernel in self._kernels)
 
     def _layer(self, number: int) -> LayerWeights:
         spec = self._checkpoint.spec.layers[number]
@@ -91,9 +95,11 @@ class LayersWeights:
         attends = isinstance(spec.mixer, Attention)
         products = (_QKV, ("attention.o",)) if attends else (("conv.in",), ("conv.out",))
         qkv, out = (self.read_product(*(Weight(part, number) for part in own)) for own in products)
-        mlp: GatedWeights | ExpertWeights
+        mlp: GatedWeights | PlainWeights | ExpertWeights
         if isinstance(spec.mlp, Experts):
             mlp = self._mixture(number, spec.mlp)
+        elif isinstance(spec.mlp, Plain):
+            mlp = PlainWeights(*(self.read_product(Weight(f"mlp.{part}", number)) for part in ("up", "down")))
         else:
             mlp = self._gated("mlp", number)
         trim_heap()
@@ -116,9 +122,12 @@ class LayersWeights:
         each = self._experts(number)
         return ExpertWeights(router, each, bias, self._gated("shared", number) if own.shared else None)
 
-    def read_norm(self, norm: Norm, weight: Weight) -> RmsNorm:
+    def read_norm(self, norm: Norm, weight: Weight) -> RmsNorm | LayerNorm:
         """A norm by this weight."""
-        return RmsNorm(norm, self._alone(weight))
+        by = self._alone(weight)
+        if not norm.centred:
+            return RmsNorm(norm, by)
+        return LayerNorm(norm, by, self._alone(weight._replace(kind="bias")) if norm.bias else None)
 
     def _alone(self, weight: Weight) -> torch.Tensor:
         """A tensor that nothing is multiplied by as a matrix."""
@@ -145,9 +154,10 @@ class LayersWeights:
         start = 0
         for weight in weights:
             stop = start + self._checkpoint.shapes[weight][0]
-            self._named[weight] = partial(rows_of, kernel, range(start, stop))
+            back = self._checkpoint.as_named(weight)
+            self._named[weight] = partial(_part, kernel, range(start, stop), back)
             if bias is not None:
-                self._named[weight._replace(kind="bias")] = partial(_same, bias[start:stop])
+                self._named[weight._replace(kind="bias")] = partial(back, bias[start:stop])
             start = stop
         return kernel
 
@@ -244,6 +254,10 @@ def _sides(norms: Sequence[Norm | None]) -> Iterator[tuple[Norm | None, str]]:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _part(kernel: Kernel, rows: range, back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return back(rows_of(kernel, rows))
 
 
 def _fused(kernels: Sequence[Kernel]) -> torch.Tensor:

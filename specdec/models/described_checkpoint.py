@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.gguf_said import factors_read
-from specdec.decoder.names import Names, Weight, shapes_of
+from specdec.decoder.names import Names, shapes_of
 from specdec.decoder.settings import Settings
 from specdec.decoder.spec import DecoderSpec, UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ from specdec.decoder.weights.quantised import METHODS, QuantisedSource, method_o
 from specdec.decoder.weights.safetensors import SafetensorsSource
 from specdec.decoder.weights.source import Source
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, shown, told
+from specdec.execute.native import why_not
 from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
 from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
 from specdec.models.gguf_source import GGUF_NAMES, GgufSource, stays
@@ -33,7 +34,6 @@ from specdec.models.loading import check_folder, check_sizes, mtp_layers
 from specdec.models.long_context import take_long_factors
 from specdec.models.names import model_source
 from specdec.native.formats import formats
-from specdec.native.library import library
 
 __all__ = ["DescribedCheckpoint"]
 
@@ -126,7 +126,7 @@ class _Wanted:
     int8: bool
     max_model_len: int | None
 
-    def why_dense(self, dtype: torch.dtype, why: str | None = None) -> str | None:
+    def why_dense(self, spec: DecoderSpec, dtype: torch.dtype, why: str | None = None) -> str | None:
         """Why quantised blocks are dequantised, or None; ``why``: one that is known.
 
         Raises:
@@ -134,21 +134,14 @@ class _Wanted:
         """
         found = "another way to run its layers was asked for"
         if self.in_blocks:
-            found = why or _why_not_native(dtype, self.device) or ""
+            found = why or self.why_not_native(spec, dtype) or ""
         if found and self.int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {found}; leave it out")
         return found or None
 
-
-def _why_not_native(dtype: torch.dtype, device: Any) -> str | None:
-    """Why native layers do not run here, or in this dtype, or None where they do."""
-    if library() is None:
-        return "native layers need a C compiler (cc, gcc or clang), and none works here"
-    if dtype not in (torch.bfloat16, torch.float32):
-        return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
-    if device is not None and torch.device(device).type != "cpu":
-        return f"native layers run on a CPU, and the model is to be on {device}"
-    return None
+    def why_not_native(self, spec: DecoderSpec, dtype: torch.dtype) -> str | None:
+        """Why native layers do not run a decoder in a dtype here, or None."""
+        return why_not(spec, dtype, torch.device("cpu" if self.device is None else self.device))
 
 
 def _described(config: Any) -> tuple[DecoderSpec, Names, Any]:
@@ -235,7 +228,7 @@ def _quantised(
     dtype = wanted.dtype
     if dtype is None:
         dtype = torch.float32 if config.dtype in ("float32", torch.float32) else torch.bfloat16
-    why, loads = wanted.why_dense(dtype), METHODS[method].transformers_loads()
+    why, loads = wanted.why_dense(spec, dtype), METHODS[method].transformers_loads()
     try:
         source = quantised_source(folder, quantisation, spec.architecture, int8=wanted.int8)
     except CheckpointError as error:
@@ -256,19 +249,16 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     fields = file.fields(wanted.max_model_len)
     check_sizes(fields, wanted.path)
     spec = spec_of(fields["model_type"], Settings(fields, where=file.table.where))
-    dtype = wanted.dtype or (torch.float32 if _runs_float16(file, wanted) else file.dtype)
-    why = wanted.why_dense(dtype, _why_none_stays(file, dtype, int8=wanted.int8))
-    needed = {_as_in_file(weight) for weight in shapes_of(spec) if weight.kind == "weight"}
-    expected = {_as_in_file(weight) for weight in shapes_of(spec)} | {*factors_read(file.table.architecture)}
-    check_known(file.table, expected)
-    if needed <= {*file.names}:  # else what is missing is said first
-        check_read(file.table, expected)
+    names = FAMILIES[fields["model_type"]].names
+    dtype = wanted.dtype or (torch.float32 if _runs_float16(file, spec, wanted) else file.dtype)
+    why = wanted.why_dense(spec, dtype, _why_none_stays(file, dtype, int8=wanted.int8))
+    _check_tensors(file, spec, names)
     config = config_of(fields)
     config.dtype = dtype
     source: Source = GgufSource(file.table, fields["head_dim"], dtype)
     generation = generation_of(file, config)
     return DescribedCheckpoint(
-        checkpoint=Checkpoint(spec, FAMILIES[fields["model_type"]].names, source, GGUF_NAMES),
+        checkpoint=Checkpoint(spec, names, source, GGUF_NAMES),
         dtype=dtype,
         config=config,
         generation_config=generation,
@@ -279,9 +269,9 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     )
 
 
-def _runs_float16(file: GgufFile, wanted: _Wanted) -> bool:
+def _runs_float16(file: GgufFile, spec: DecoderSpec, wanted: _Wanted) -> bool:
     """Whether native layers run a file's float16 as it is, in float32."""
-    native = wanted.in_blocks and _why_not_native(torch.float32, wanted.device) is None
+    native = wanted.in_blocks and wanted.why_not_native(spec, torch.float32) is None
     return native and file.dtype is torch.float16 and _why_none_stays(file, torch.float32) is None
 
 
@@ -293,7 +283,16 @@ def _why_none_stays(file: GgufFile, dtype: torch.dtype, *, int8: bool = False) -
     return "none of its weights are in blocks of integers" if int8 and not any(k.has_integers for k in kept) else None
 
 
-def _as_in_file(weight: Weight) -> str:
-    """What a file calls a tensor; those of a layer's experts are one."""
-    name = next(GGUF_NAMES.candidates(weight, ""))
-    return name if weight.expert is None else name.replace(f".{weight.expert}.", ".")
+def _check_tensors(file: GgufFile, spec: DecoderSpec, names: Names) -> None:
+    """Raises CheckpointError, by its cause, for a tensor that the decoder has no place for."""
+    have, expected, missing = {*file.names}, {*factors_read(file.table.architecture)}, False
+    for weight in shapes_of(spec):
+        wholes = [weight._replace(part=whole) for whole, parts in names.stacked.items() if weight.part in parts]
+        own = {name for one in (weight, *wholes) for name in GGUF_NAMES.candidates(one, "")}
+        if weight.expert is not None:  # those of a layer are in one
+            own = {name.replace(f".{weight.expert}.", ".") for name in own}
+        expected |= own
+        missing = missing or (weight.kind == "weight" and not own & have)
+    check_known(file.table, expected)
+    if not missing:  # else that is said first
+        check_read(file.table, expected)

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig
 
 from specdec.decoder.gguf import fields_of
 from specdec.decoder.gguf_header import GgufHeader
-from specdec.errors import ConfigError, pip_line
+from specdec.errors import CheckpointError, ConfigError, pip_line
 from specdec.models.gguf_kinds import refuse_kind
 from specdec.models.gguf_table import TensorTable
 from specdec.models.gguf_tensors import check_blocks
@@ -114,10 +115,19 @@ class GgufFile:
 
 
 def config_of(fields: Mapping[str, Any]) -> Any:
-    """The config of transformers that the settings of a family make."""
+    """The config of transformers that the settings of a family make.
+
+    Raises:
+        CheckpointError: they make none.
+    """
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the file's tokenizer has them
     own = {**fields, **none}
-    return AutoConfig.for_model(own.pop("model_type"), **own)
+    try:
+        return AutoConfig.for_model(own.pop("model_type"), **own)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        why = str(error).strip().splitlines()[-1].strip()
+        kind = fields["model_type"]
+        raise CheckpointError(f"the file's header makes no {kind}: {why}; get the file again") from error
 
 
 def generation_of(file: GgufFile, config: Any) -> Any:

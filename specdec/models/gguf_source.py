@@ -26,14 +26,20 @@ GGUF_NAMES = Names(
     {
         "embedding": ("token_embd",),
         "norm": ("output_norm",),
+        "before.mlp": ("blk.{layer}.ffn_norm", "blk.{layer}.post_attention_norm"),
         **{
             part: (f"blk.{{layer}}.{name}",)
             for part, name in {
                 **{"before.attention": "attn_norm", "attention.q": "attn_q", "attention.k": "attn_k"},
                 **{"attention.v": "attn_v", "attention.o": "attn_output", "attention.q_norm": "attn_q_norm"},
                 **{"attention.k_norm": "attn_k_norm", "after.attention": "post_attention_norm"},
-                **{"before.mlp": "ffn_norm", "after.mlp": "post_ffw_norm", "mlp.gate": "ffn_gate"},
-                **{"mlp.up": "ffn_up", "mlp.down": "ffn_down", "experts.router": "ffn_gate_inp"},
+                **{"attention.qkv": "attn_qkv", "after.mlp": "post_ffw_norm", "mlp.gate": "ffn_gate"},
+                **{
+                    "mlp.gate_up": "ffn_up",
+                    "mlp.up": "ffn_up",
+                    "mlp.down": "ffn_down",
+                    "experts.router": "ffn_gate_inp",
+                },
                 **{"experts.gate": "ffn_gate_exps.{expert}", "experts.up": "ffn_up_exps.{expert}"},
                 **{"experts.down": "ffn_down_exps.{expert}"},
             }.items()

@@ -65,7 +65,8 @@ def refuse_unfit(name: str, config: Any, *, described: bool = False) -> None:
     odd = sorted(kinds - _LAYER_TYPES)
     recurrent = [] if kinds else [key for key in _RECURRENT if hasattr(config, key)]
     if (odd or recurrent) and not described:
-        copied = getattr(config, "model_type", None) in FAMILIES
+        known = FAMILIES.get(getattr(config, "model_type", ""))
+        copied = known is not None and known.architecture.startswith(f"{name.removesuffix('ForCausalLM')}For")
         raise TargetError(
             f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); "
             + (_DESCRIBED if copied else _UNFIT)

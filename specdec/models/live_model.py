@@ -73,11 +73,13 @@ def _of_described(found: DescribedCheckpoint, device_map: Any, *, split: bool) -
     """A model with a described checkpoint's weights."""
     config, checkpoint = found.config, found.checkpoint
     vars(config).pop("quantization_config", None)  # a copy of the model, or of its config, has none
-    weights = dict[str, torch.Tensor]()
+    parts = dict[str, list[torch.Tensor]]()
     for weight in checkpoint.shapes:
         if weight.expert is None and checkpoint.has(weight):
             kind = torch.float32 if weight.kind == CHOICE else found.dtype  # as its class keeps it
-            weights[checkpoint.names.own(weight)] = checkpoint.read(weight).to(kind)
+            own = checkpoint.as_named(weight)(checkpoint.read(weight)).to(kind)
+            parts.setdefault(checkpoint.names.own(weight), []).append(own)
+    weights = {name: own[0] if len(own) == 1 else torch.cat(own) for name, own in parts.items()}
     for layer in range(len(checkpoint.spec.layers)):
         for part in FUSED if checkpoint.experts_in(layer) else ():
             each = [torch.cat([*tensors]).to(found.dtype) for tensors in checkpoint.experts(layer, part)]

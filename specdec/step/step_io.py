@@ -238,6 +238,11 @@ class StepInput:
         """[B] rows of each sequence."""
         return [last - first for first, last in zip(self.starts, self.starts[1:], strict=False)]
 
+    def last_rows(self, counts: Sequence[int]) -> list[int]:
+        """The last rows of each sequence, as many as ``counts`` says."""
+        ends = zip(self.starts[1:], counts, strict=False)
+        return [row for end, count in ends for row in range(end - count, end)]
+
     @property
     def late(self) -> bool:
         """Whether a device may still be computing tokens."""

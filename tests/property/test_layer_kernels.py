@@ -58,10 +58,10 @@ def test_turn_and_store(width: int, stored: int, normed: bool, first: int) -> No
     q, k, v = heads.view(rows, -1, width).transpose(0, 1).split((queries, key_heads, key_heads))
     if norms is not None:
         q, k = (F.rms_norm(x, (width,), weight, 1e-6) for x, weight in ((q, norms[0]), (k, norms[1])))
-    turned = Angles(angles.cos()[places], signed(angles.sin()[places]))
+    turns = Angles(angles.cos()[places], signed(angles.sin()[places]))
     there = [(first + row) % slots for row in range(stored)]
-    assert torch.allclose(query[0], rotate(q, turned), rtol=1e-5, atol=1e-6)
-    assert torch.allclose(keys[1][:, there], rotate(k, turned)[:, :stored], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(query[0], rotate(q, turns), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(keys[1][:, there], rotate(k, turns)[:, :stored], rtol=1e-5, atol=1e-6)
     assert torch.equal(values[1][:, there], v[:, :stored])
     for store in (keys, values):
         assert int((store != 0).any(-1).sum()) == stored * key_heads

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from specdec.decoder.names import FUSED, Names, Weight, shapes_of
@@ -56,6 +57,7 @@ class Checkpoint:
         self._wrong: dict[str, list[str]] = {"missing": [], "misshapen": [], "of another dtype": []}
         self._places: dict[Weight, str] = {}
         self._zeros = set[Weight]()
+        self._rows = dict[Weight, slice]()
         self.spec, self.shapes = spec, shapes_of(spec) if shapes is None else dict(shapes)
         self._find()
         extra = sorted(name for name in source.shapes.keys() - {*self._places.values()} if not self._ignored(name))
@@ -72,7 +74,13 @@ class Checkpoint:
     def _find(self) -> None:
         """Where each tensor of the decoder is, and which are not as they should be."""
         fused = {part: whole for whole, parts in FUSED.items() for part in parts}
+        for stacked, parts in self.names.stacked.items():
+            for number in range(len(self.spec.layers)):
+                for kind in ("weight", "bias"):
+                    self._find_stacked(Weight(stacked, number, kind=kind), parts)
         for weight, shape in self.shapes.items():
+            if weight in self._rows:
+                continue
             name = self._name(weight)
             if name is None and weight.expert is not None:
                 whole = Weight(fused[weight.part], weight.layer)
@@ -85,6 +93,19 @@ class Checkpoint:
         if self.spec.head.tied and (name := self._name(Weight("head"))) not in (None, *self._places.values()):
             self.shapes[Weight("head")] = self.spec.vocab, self.spec.hidden
             self._place(Weight("head"), name, self.shapes[Weight("head")])
+
+    def _find_stacked(self, whole: Weight, parts: Sequence[str]) -> None:
+        """The tensors of a layer that are rows of another one, if that is there."""
+        own = [weight for part in parts if (weight := whole._replace(part=part)) in self.shapes]
+        if (name := self._name(whole)) is None or not own:
+            return
+        start, inputs = 0, self.shapes[own[0]][1:]
+        for weight in own:
+            stop = start + self.shapes[weight][0]
+            self._places[weight], self._rows[weight] = name, slice(start, stop)
+            start = stop
+        if (found := self._source.shapes[name]) != (start, *inputs):
+            self._wrong["misshapen"].append(f"{name}, {[*found]} in place of {[start, *inputs]}")
 
     def _name(self, weight: Weight) -> str | None:
         known = self._source.shapes
@@ -145,11 +166,35 @@ class Checkpoint:
         """A tensor as it is in the checkpoint; perhaps a view of a file, which is not to be written to."""
         if weight in self._zeros:
             return torch.zeros(self.shapes[weight])
-        return self._source.read(self._places[weight])
+        found = self._source.read(self._places[weight])[self._rows.get(weight, slice(None))]
+        return found if (order := self._order(weight)) is None else found[order]
 
     def blocks(self, weight: Weight) -> BlockTensor | None:
         """A weight in quantised blocks, as it is in the checkpoint; None where it is in none."""
-        return self._source.blocks(self._places[weight])
+        found, order = self._source.blocks(self._places[weight]), self._order(weight)
+        if found is None or (order is None and weight not in self._rows):
+            return found
+        if not isinstance(found.blocks, np.ndarray) or found.order is not None:  # rows that are in one order alone
+            return None
+        rows = found.blocks[self._rows.get(weight, slice(None))]
+        return replace(found, blocks=rows, order=None if order is None else order.numpy())
+
+    def _order(self, weight: Weight) -> torch.Tensor | None:
+        """Which rows of queries or keys stand where, so that values that turn together are half a head apart."""
+        if not self.names.neighbours or weight.part not in ("attention.q", "attention.k"):
+            return None
+        assert weight.layer is not None
+        own = self.spec.layers[weight.layer].attention
+        turning = own.rope.dim
+        rows = torch.arange(self.shapes[weight][0]).view(-1, own.head_dim)
+        return torch.cat((rows[:, 0:turning:2], rows[:, 1:turning:2], rows[:, turning:]), 1).flatten()
+
+    def as_named(self, weight: Weight) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What makes of a tensor that was read the one that transformers has."""
+        if (order := self._order(weight)) is None:
+            return _same
+        back = order.argsort()
+        return lambda found: found[back.to(found.device)]
 
     def has(self, weight: Weight) -> bool:
         """Whether the decoder has such a tensor."""
@@ -171,3 +216,7 @@ class Checkpoint:
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
         """Drop the memory of tensors that were read, and copied."""
         self._source.release(tensors)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -33,7 +33,9 @@ def tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     shapes = shapes_of(spec)
     for weight, shape in shapes.items():
         if weight.expert is None:
-            found[names.own(weight)] = shape
+            rows, *rest = shape
+            whole = names.own(weight)  # of several, where these are stacked
+            found[whole] = (found.get(whole, (0,))[0] + rows, *rest)
     for number, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, Experts):
             for fused, parts in FUSED.items():
@@ -73,6 +75,13 @@ def test_windows_are_those_of_the_layers() -> None:
     assert [layer.attention.window for layer in moved.layers] == [None, None, 5]
 
 
+def test_a_kind_of_layer_that_a_model_has_not_needs_no_positions() -> None:
+    full = {"rope_type": "default", "rope_theta": 1e5}
+    changes = {"layer_types": ["full_attention"] * 3, "rope_parameters": {"full_attention": full}}
+    spec = spec_of_config(config_of("mellum", **changes))
+    assert [layer.attention.rope.base for layer in spec.layers] == [1e5] * 3
+
+
 def test_layers_that_are_alike_are_one_object() -> None:
     spec = spec_of_config(AutoConfig.for_model("gemma3_text"))
     assert len({id(layer) for layer in spec.layers}) == len({*spec.layers}) == 2
@@ -85,6 +94,7 @@ def test_layers_that_are_alike_are_one_object() -> None:
         ("olmoe", {"clip_qkv": 4.0}, "says clip_qkv 4.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "says use_bidirectional_attention True"),
         ("llama", {"is_encoder_decoder": True}, "says is_encoder_decoder True"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "has no layer of the type full_attention"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
@@ -99,7 +109,7 @@ def test_what_no_description_has_is_refused_by_name(family: str, changes: dict[s
 
 
 def test_a_family_without_a_function_is_refused_by_name() -> None:
-    with pytest.raises(UnknownDecoder, match="its model_type 'mamba' is none of gemma, gemma2"):
+    with pytest.raises(UnknownDecoder, match="its model_type 'mamba' is none of cohere, cohere2"):
         spec_of("mamba", Settings({}, where="X"))
 
 

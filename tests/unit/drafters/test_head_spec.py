@@ -65,6 +65,9 @@ def test_an_mlp_has_the_activation_that_its_config_names(name: str) -> None:
     normed = torch.nn.functional.rms_norm(rows, (32,), eps=config.norm_eps)
     expected = rows + mlp.down_proj(ACT2FN[name](mlp.gate_proj(normed)) * mlp.up_proj(normed))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    rows.requires_grad_()
+    grad = torch.autograd.grad(layer_around(spec.layers[0], forward.layers[0], rows, torch.clone, Part.MLP).sum(), rows)
+    assert grad[0].isfinite().all(), "training goes back through it"
     assert runs(spec) == (name in ("silu", "swish"))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from specdec import Draft
 from specdec.decoder.rope import RopeTables
-from specdec.decoder.spec import DecoderSpec, Gated, Norm, Rope
+from specdec.decoder.spec import DecoderSpec, Gated, Norm, Plain, Rope
 from specdec.execute import cuda_kernels
 from specdec.execute.cuda import CudaExecutor
 from specdec.execute.cuda_kernels import why_not
@@ -23,7 +23,7 @@ from tests import models, seam
 from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, new_model, spec_of_config
 from tests.launching import Recorder, fused, launch
 
-LLAMAS = ("llama", "mistral", "qwen2", "qwen3")  # which the kernels compute
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "ernie4_5")  # which the kernels compute
 GPU, HALF = torch.device("cuda"), torch.bfloat16
 PROMPT, OTHER = models.prompt_of(9), models.prompt_of(5, seed=3)
 TREE = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
@@ -49,6 +49,15 @@ REFUSED = {
     "mixtral": "layers.0.mlp is Experts",
     "olmoe": "layers.0.mixer.norms_all is True",
     "qwen3_moe": "layers.0.mlp is Experts",
+    "granite": "layers.0.scale is 0.7",
+    "smollm3": "layers.1.mixer.rope.dim is 0",
+    "glm4": "layers.0.mixer.rope.dim is 8",
+    "olmo2": "layers.0.mixer.norms_all is True",
+    "olmo3": "layers.0.mixer.norms_all is True",
+    "exaone4": "layers.0.before.0 is None",
+    "cohere": "layers.0.before.0.centred is True",
+    "cohere2": "layers.0.before.0.centred is True",
+    "starcoder2": "layers.0.mlp is Plain",
     "mellum": "layers.0.mlp is Experts",
     "glm4_moe": "layers.0.mixer.rope.dim is 8",
 }
@@ -59,7 +68,7 @@ REFUSED = {
 def test_which_families_it_takes(family: str) -> None:
     """Those like Llama; of the others it names the first thing that the kernels do not compute."""
     said = why_not(spec_of(family), HALF, GPU)
-    assert said == (None if family in LLAMAS else f"{COMPUTED} {REFUSED[family]}")
+    assert said == (None if family in (*LLAMAS, "phi3") else f"{COMPUTED} {REFUSED[family]}")
 
 
 def of_layers(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
@@ -89,6 +98,11 @@ def test_every_other_thing_that_a_description_says_is_refused_by_name() -> None:
         "layers.0.mlp.act is 'gelu_tanh'": of_layers(spec, mlp=replace(gated, act="gelu_tanh")),
         "layers.0.before.1.offset is 1.0": of_layers(spec, before=(norm, replace(norm, offset=1.0))),
         "layers.0.after is Norm, Norm": of_layers(spec, after=(norm, norm)),
+        "layers.0.before.1 is None": of_layers(spec, before=(norm, None)),
+        "layers.0.scale is 0.5": of_layers(spec, scale=0.5),
+        "layers.0.parallel is True": of_layers(spec, parallel=True),
+        "layers.0.mlp is Plain": of_layers(spec, mlp=Plain("silu", 48)),
+        "head.scale is 0.5": replace(spec, head=replace(spec.head, scale=0.5)),
         "embedding.scale is 8.0": replace(spec, embedding=replace(spec.embedding, scale=8.0)),
         "head.norm.offset is 1.0": replace(spec, head=replace(spec.head, norm=Norm(1e-6, 1.0))),
         "head.cap is 30.0": replace(spec, head=replace(spec.head, cap=30.0)),

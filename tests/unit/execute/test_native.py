@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from specdec import Draft
+from specdec.decoder.spec import Norm, Plain, Rope
 from specdec.execute.native import NativeExecutor, why_not
 from specdec.native.library import library
 from specdec.step.step_io import Draws, Entering, LayerPlan, Part, Wanted
 from specdec.target import FINAL
 from tests import models, seam
-from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, new_model, spec_of_config
+from tests.decoders import ALL, BIASED, TORCH, Decoder, checkpoint_of, new_model, spec_of_config
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler works here")
 
@@ -25,7 +26,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "in
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("family", [family for family in ALL if family not in ("glm4_moe", "lfm2")])
+@pytest.mark.parametrize("family", [family for family in ALL if family not in (*TORCH, "phi3")])
 def test_logits_are_those_of_the_torch_executor(family: str, tmp_path: Path) -> None:
     """Chains, trees, texts beside each other, exits and entries; and what the head says."""
     checkpoint = checkpoint_of(new_model(family, torch.float32, **{**BIASED[family], **SIZES}), tmp_path)
@@ -89,12 +90,36 @@ def test_what_the_library_does_not_run_is_named(changes: dict[str, Any], dtype: 
 
 
 @pytest.mark.parametrize(
-    ("part", "says"), [(0.5, "a part of each turns"), (1.0, "choose experts by a softmax, and have none that all rows")]
+    ("part", "says"), [(0.5, "layers.0.mixer.rope.dim is 8"), (1.0, "layers.1.mlp.router is Sigmoid")]
 )
 def test_experts_and_positions_of_glm_are_refused_by_name(part: float, says: str) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
     spec = spec_of_config(new_model("glm4_moe", rope_parameters=rope).config)
     assert says in str(why_not(spec, torch.float32, torch.device("cpu")))
+
+
+def test_what_torch_alone_computes_is_named() -> None:
+    """One thing at a time, and each family in which there is one."""
+    spec = spec_of_config(new_model("llama", **SIZES).config)
+    own, computed = spec.layers[0], "native layers compute decoders like Llama's, Gemma's and Mixtral's, and here"
+    attention, centred = own.attention, Norm(1e-5, centred=True)
+    changed: dict[str, dict[str, Any]] = {
+        "layers.0.scale is 0.5": {"scale": 0.5},
+        "layers.0.parallel is True": {"parallel": True},
+        "layers.0.mlp is Plain": {"mlp": Plain("silu", 48)},
+        "layers.0.before.1 is None": {"before": (own.before[0], None)},
+        "layers.0.before.0.centred is True": {"before": (centred, own.before[1])},
+        "layers.0.mixer.rope.dim is 0": {"mixer": replace(attention, rope=Rope(0, 1e4))},
+        "layers.0.mixer.rope.dim is 4": {"mixer": replace(attention, rope=Rope(4, 1e4))},
+    }
+    every = {what: replace(spec, layers=(replace(own, **more),)) for what, more in changed.items()}
+    every["head.scale is 0.5"] = replace(spec, head=replace(spec.head, scale=0.5))
+    every["head.norm.centred is True"] = replace(spec, head=replace(spec.head, norm=centred))
+    for what, one in every.items():
+        assert why_not(one, torch.float32, torch.device("cpu")) == f"{computed} {what}"
+    for family in {*TORCH} - {"lfm2"}:
+        said = why_not(spec_of_config(models.model_of(family).config), torch.float32, torch.device("cpu"))
+        assert str(said).startswith(computed), family
 
 
 def test_decoding_does_not_depend_on_rows_beside() -> None:

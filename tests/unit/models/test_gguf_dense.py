@@ -12,9 +12,12 @@ import torch
 
 from specdec import Engine, TransformersTarget
 from specdec.models.live_model import load_model
+from specdec.native.library import library
+from specdec.runners.block_weight import BlockWeight
 from tests.gguf_families import DIM, EXPERTS, HEADS, VOCABULARY, WIDTH, shapes_of, write_family
 from tests.gguf_files import widened
 from tests.llama_cpp import LlamaCpp, apart, log_probabilities
+from tests.models import logits_of
 
 PROMPT = (3, 9, 4, 3, 9, 4, 11, 3, 9)
 EVEN = {"expert_feed_forward_length": WIDTH}  # of which 32 is a divisor, as blocks need it
@@ -28,15 +31,15 @@ def even_experts() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def packed(file: Path, to: Path) -> Path:
-    """The same file with its experts' matrices in blocks of MXFP4."""
-    read, kind = gguf.GGUFReader(file), gguf.GGMLQuantizationType.MXFP4
+def packed(file: Path, to: Path, kind: Any = gguf.GGMLQuantizationType.MXFP4, part: str = "_exps.weight") -> Path:
+    """The same file with matrices whose names end so, and whose rows can be, in blocks of a kind."""
+    read = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(to, read.fields["general.architecture"].contents())
     for name, field in read.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
             writer.add_key_value(name, field.contents(), *field.types[:2])
     for tensor in read.tensors:
-        if tensor.name.endswith("_exps.weight"):
+        if tensor.name.endswith(part) and len(tensor.shape) > 1 and tensor.shape[0] % 32 == 0:
             writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
         else:
             writer.add_tensor(tensor.name, tensor.data)
@@ -83,3 +86,23 @@ def test_a_mistral3_that_scales_no_queries_is_a_llama(tmp_path: Path) -> None:
     assert bool(named["model.layers.0.self_attn.q_proj.bias"].any())
     assert not bool(named["model.layers.1.self_attn.q_proj.bias"].any())
     assert torch.equal(named["lm_head.weight"], dict(target.named_weights())["lm_head.weight"])
+
+
+@pytest.mark.few(2)
+@pytest.mark.skipif(library() is None, reason="no C compiler works here")
+@pytest.mark.parametrize("family", ["phi3", "glm4", "ernie4_5", "seed_oss", "llama"])
+def test_blocks_stay_where_a_tensor_is_of_several_weights_or_in_another_order(family: str, tmp_path: Path) -> None:
+    """Queries, keys and values in one, gate and up in one, and rows of which neighbours turn together."""
+    plain = write_family(tmp_path / "a.gguf", family)
+    file = packed(plain, tmp_path / "packed.gguf", gguf.GGMLQuantizationType.Q8_0, ".weight")
+    target = TransformersTarget.from_pretrained(file, dtype="float32")
+    assert target.options["runner"] == "native"
+    attention = [one for names, one in target.executor.kernels() if "self_attn" in names[0]]
+    assert len(attention) == 6
+    assert all(isinstance(one, BlockWeight) for one in attention)
+    model: Any = load_model(file, dtype="float32", device=None, device_map=None, trust_remote_code=False)
+    for name, weight in target.named_weights():
+        assert torch.equal(weight, model.state_dict()[name]), name
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(target, PROMPT), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))

@@ -206,7 +206,7 @@ def test_what_falls_back_says_why(
 ) -> None:
     int4_checkpoint(tmp_path)
     if not options:
-        monkeypatch.setattr("specdec.models.described_checkpoint.library", lambda: None)
+        monkeypatch.setattr("specdec.execute.native.library", lambda: None)
     elif native.library() is None:
         pytest.skip("no C compiler")
     found = DescribedCheckpoint.opened(tmp_path, **{"dtype": "float32", **options})
@@ -220,9 +220,12 @@ def test_other_models_and_places_are_refused(tmp_path: Path) -> None:
         load(tmp_path, device_map="auto")
     with pytest.raises(ConfigError, match="activations='int8' needs quantised blocks"):
         load(tmp_path, in_blocks=False, activations="int8")
+    int4_checkpoint(tmp_path / "granite", family="granite")
+    with pytest.raises(ConfigError, match="needs quantised blocks as they lie, and native layers"):
+        load(tmp_path / "granite", activations="int8")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "olmo2"}))
-    with pytest.raises(CheckpointError, match=r"'olmo2' is none of .*llama.*install the packages gptqmodel"):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "stablelm"}))
+    with pytest.raises(CheckpointError, match=r"'stablelm' is none of .*llama.*install the packages gptqmodel"):
         load(tmp_path)
     told = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": told}))

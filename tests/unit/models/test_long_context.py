@@ -10,6 +10,7 @@ import torch
 
 from specdec import Engine, TransformersTarget
 from specdec.errors import ConfigError
+from tests.decoders import reference_logits
 from tests.gguf_families import CONTEXT, DIM, write_family
 from tests.models import logits_of, new_model, prompt_of, reference
 
@@ -27,8 +28,7 @@ def saved(folder: Path, **rope: Any) -> Any:
 def test_all_texts_have_the_long_factors_where_more_is_asked_for(tmp_path: Path) -> None:
     model, prompt = saved(tmp_path), prompt_of(40)
     target = TransformersTarget.from_pretrained(tmp_path, dtype="float64", max_model_len=100)
-    with torch.no_grad():
-        expected = model(torch.tensor([prompt])).logits[0]  # transformers takes the long ones for a text so long
+    expected = reference_logits(model, prompt)  # transformers takes the long ones for a text so long
     torch.testing.assert_close(logits_of(target, prompt), expected, rtol=1e-6, atol=1e-6)
     plain = Engine(target, None).generate(prompt_of(11), 60).token_ids
     assert Engine(target, None, "jacobi").generate(prompt_of(11), 60).token_ids == plain

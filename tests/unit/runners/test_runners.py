@@ -237,14 +237,14 @@ def test_dtensors_are_run_by_the_model_s_own_modules(tmp_path: Path) -> None:
 
 
 def test_other_families_are_run_by_their_own_modules_and_the_reason_is_there(tmp_path: Path) -> None:
-    model = models.new_model("olmo2")
+    model = models.new_model("neox")
     model.save_pretrained(tmp_path)
     target = TransformersTarget.from_pretrained(tmp_path)
-    reason = "its model_type 'olmo2' is none of gemma, gemma2, "
+    reason = "its model_type 'gpt_neox' is none of cohere, cohere2, "
     assert target.describe()["execution"]["because"].startswith(reason)
     with pytest.raises(ConfigError, match=f"execution='fused' cannot run this model: {reason}"):
         TransformersTarget.from_pretrained(tmp_path, execution="fused")
-    with pytest.raises(TargetError, match=f"no copy of this Olmo2ForCausalLM can be made: {reason}"):
+    with pytest.raises(TargetError, match=f"no copy of this GPTNeoXForCausalLM can be made: {reason}"):
         Engine.from_model(model)
 
 

@@ -1,0 +1,73 @@
+"""Names of tensors that only some families have: tables of parts, as of :mod:`specdec.decoder.names`."""
+
+from __future__ import annotations
+
+from specdec.decoder.names import DECODER, Names
+
+__all__ = ["AFTER", "AROUND", "GLM4", "LFM2", "MIXTRAL", "NEIGHBOURS", "PHI3", "STARCODER2"]
+
+AROUND = Names(
+    {
+        **DECODER,
+        "after.attention": ("layers.{layer}.post_attention_layernorm",),
+        "before.mlp": ("layers.{layer}.pre_feedforward_layernorm",),
+        "after.mlp": ("layers.{layer}.post_feedforward_layernorm",),
+    }
+)
+LFM2 = Names(
+    {
+        **DECODER,
+        "norm": ("embedding_norm",),
+        "before.attention": ("layers.{layer}.operator_norm",),
+        "before.mlp": ("layers.{layer}.ffn_norm",),
+        "attention.o": ("layers.{layer}.self_attn.out_proj",),
+        **{f"attention.{one}_norm": (f"layers.{{layer}}.self_attn.{one}_layernorm",) for one in "qk"},
+        **{
+            f"mlp.{part}": (f"layers.{{layer}}.feed_forward.{name}",)
+            for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+    }
+)
+MIXTRAL = Names(
+    {
+        **DECODER,
+        "experts.router": ("layers.{layer}.mlp.gate", "layers.{layer}.block_sparse_moe.gate"),
+        **{
+            f"experts.{part}": (
+                f"layers.{{layer}}.block_sparse_moe.experts.{{expert}}.{name}",
+                f"layers.{{layer}}.mlp.experts.{{expert}}.{name}",
+            )
+            for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+    }
+)
+NEIGHBOURS = Names(DECODER, neighbours=True)
+"""The usual ones, of models that turn neighbours."""
+AFTER = Names(
+    {
+        **DECODER,
+        "after.attention": ("layers.{layer}.post_attention_layernorm",),
+        "after.mlp": ("layers.{layer}.post_feedforward_layernorm",),
+    }
+)
+"""Of models whose norms are behind attention and MLP alone."""
+_QKV, _GATE_UP = ("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up")
+PHI3 = Names(
+    {
+        **DECODER,
+        "attention.qkv": ("layers.{layer}.self_attn.qkv_proj",),
+        "mlp.gate_up": ("layers.{layer}.mlp.gate_up_proj",),
+    },
+    stacked={"attention.qkv": _QKV, "mlp.gate_up": _GATE_UP},
+)
+GLM4 = Names(
+    {
+        **DECODER,
+        "after.attention": ("layers.{layer}.post_self_attn_layernorm",),
+        "after.mlp": ("layers.{layer}.post_mlp_layernorm",),
+        "mlp.gate_up": ("layers.{layer}.mlp.gate_up_proj",),
+    },
+    stacked={"mlp.gate_up": _GATE_UP},
+    neighbours=True,
+)
+STARCODER2 = Names({**DECODER, "mlp.up": ("layers.{layer}.mlp.c_fc",), "mlp.down": ("layers.{layer}.mlp.c_proj",)})

@@ -1,0 +1,172 @@
+"""Families whose layers torch alone computes: other norms, no positions or those of a part, scales, convolutions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from specdec.decoder.family_parts import (
+    KINDS,
+    alike,
+    biased_layer_norm,
+    biased_mlp,
+    biases_of,
+    by_type,
+    head_dim_of,
+    layer_norm,
+    of_kinds,
+    read_activation,
+    read_attention,
+    read_experts,
+    read_gated,
+    read_norm,
+    window_of,
+)
+from specdec.decoder.rope_settings import read_rope, read_ropes
+from specdec.decoder.settings import Settings
+from specdec.decoder.spec import Gated, Layer, Plain, ShortConv, Sigmoid, UnknownDecoder
+from specdec.errors import CheckpointError, shown
+
+__all__ = [
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "glm4",
+    "glm4_moe",
+    "granite",
+    "granite_scales",
+    "lfm2",
+    "logit_scale",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "smollm3",
+    "starcoder2",
+]
+
+
+def granite(settings: Settings) -> list[Layer]:
+    scale = settings.number("attention_multiplier")
+    attention = read_attention(settings, bias=biases_of(settings), scale=scale)
+    return alike(settings, attention, biased_mlp(settings), scale=settings.number("residual_multiplier"))
+
+
+def granite_scales(settings: Settings) -> tuple[float, float]:
+    return settings.number("embedding_multiplier"), 1 / settings.number("logits_scaling")
+
+
+def smollm3(settings: Settings) -> list[Layer]:
+    settings.said("no_rope_layer_interval")  # no_rope_layers says what follows of it
+    window = window_of(settings) if settings.get("use_sliding_window") else None
+    settings.said("sliding_window")
+    norm, attention = read_norm(settings), read_attention(settings, bias=biases_of(settings))
+    own = Layer(attention, biased_mlp(settings), (norm, norm))
+    layers = of_kinds(settings, own, replace(own, mixer=replace(attention, window=window)))
+    turns = settings.get("no_rope_layers")
+    if not isinstance(turns, list | tuple) or len(turns) < len(layers):
+        raise CheckpointError(
+            f"{settings.where} has {len(layers)} layers and says no_rope_layers {shown(turns)}; mend it"
+        )
+    bare = {one: _without_rope(one) for one in {*layers}}
+    return [one if turned else bare[one] for one, turned in zip(layers, turns, strict=False)]
+
+
+def _without_rope(layer: Layer) -> Layer:
+    return replace(layer, mixer=replace(layer.attention, rope=replace(layer.attention.rope, dim=0)))
+
+
+def phi3(settings: Settings) -> list[Layer]:
+    settings.said("resid_pdrop", "embd_pdrop")
+    settings.said("original_max_position_embeddings", "partial_rotary_factor")  # in rope_parameters
+    return alike(settings, read_attention(settings, partial=True, window=window_of(settings)), read_gated(settings))
+
+
+def glm4(settings: Settings) -> list[Layer]:
+    settings.said("partial_rotary_factor")  # in rope_parameters
+    attention = read_attention(settings, partial=True, bias=(bool(settings.get("attention_bias")), False))
+    norm = read_norm(settings)
+    return alike(settings, attention, read_gated(settings), after=(norm, norm))
+
+
+def olmo2(settings: Settings) -> list[Layer]:
+    return [_normed_after(settings)] * settings.count("num_hidden_layers")
+
+
+def olmo3(settings: Settings) -> list[Layer]:
+    ropes = read_ropes(settings, head_dim_of(settings), KINDS)
+    full, sliding = (_normed_after(settings, rope=ropes[kind]) for kind in KINDS)
+    return of_kinds(settings, full, replace(sliding, mixer=replace(sliding.attention, window=window_of(settings))))
+
+
+def _normed_after(settings: Settings, **more: Any) -> Layer:
+    """A layer of OLMo 2 and 3, whose norms are behind attention and MLP."""
+    norm = read_norm(settings)
+    attention = read_attention(settings, bias=biases_of(settings), qk_norm=norm, norms_all=True, **more)
+    return Layer(attention, read_gated(settings), (None, None), (norm, norm))
+
+
+def exaone4(settings: Settings) -> list[Layer]:
+    settings.said("sliding_window_pattern")  # in layer_types
+    norm, window = read_norm(settings), window_of(settings)
+    own = Layer(read_attention(settings, qk_norm=norm), read_gated(settings), (None, None), (norm, norm))
+    full = own if window is None else _without_rope(own)
+    return of_kinds(settings, full, replace(own, mixer=replace(own.attention, window=window)))
+
+
+def cohere(settings: Settings) -> list[Layer]:
+    settings.refuse("use_qk_norm")
+    return [_beside(settings)] * settings.count("num_hidden_layers")
+
+
+def cohere2(settings: Settings) -> list[Layer]:
+    own = _beside(settings)
+    sliding = replace(own, mixer=replace(own.attention, window=window_of(settings)))
+    return of_kinds(settings, _without_rope(own), sliding)
+
+
+def _beside(settings: Settings) -> Layer:
+    """A layer of Command R, whose MLP runs beside attention."""
+    attention = read_attention(settings, bias=biases_of(settings))
+    return Layer(attention, read_gated(settings), (layer_norm(settings), None), parallel=True)
+
+
+def starcoder2(settings: Settings) -> list[Layer]:
+    settings.said("residual_dropout", "embedding_dropout")
+    bias, norm = bool(settings.get("use_bias")), biased_layer_norm(settings)
+    mlp = Plain(read_activation(settings, "hidden_act"), settings.count("intermediate_size"), bias)
+    attention = read_attention(settings, bias=(bias, bias), window=window_of(settings))
+    return [Layer(attention, mlp, (norm, norm))] * settings.count("num_hidden_layers")
+
+
+def logit_scale(settings: Settings) -> tuple[float, float]:
+    return 1.0, settings.number("logit_scale")
+
+
+def lfm2(settings: Settings) -> list[Layer]:
+    settings.said("full_attn_idxs")  # in layer_types
+    if "full_attention" not in (settings.get("layer_types") or ()):
+        raise UnknownDecoder(f"{settings.where} has no layer of the type full_attention")
+    settings.said("block_norm_eps", "block_mlp_init_scale", "block_out_init_scale")  # published, and read by no class
+    width, norm = settings.count("intermediate_size"), read_norm(settings)
+    multiple, factor = settings.count("block_multiple_of"), settings.get("block_ffn_dim_multiplier")
+    if settings.get("block_auto_adjust_ff_dim"):
+        width = int(2 * width / 3)
+        width = width if factor is None else -(-int(factor * width) // multiple) * multiple
+    own = Layer(read_attention(settings, qk_norm=norm), Gated("silu", width), (norm, norm))
+    mixer = ShortConv(settings.count("conv_L_cache"), bool(settings.get("conv_bias")))
+    return by_type(settings, {"full_attention": own, "conv": replace(own, mixer=mixer)})
+
+
+def glm4_moe(settings: Settings) -> list[Layer]:
+    settings.said("num_mtp_layers")  # behind the model's own
+    norm, rope = read_norm(settings), read_rope(settings, head_dim_of(settings), partial=True)
+    normed = norm if settings.get("use_qk_norm") else None
+    attention = read_attention(settings, partial=True, bias=(biases_of(settings)[0], False), qk_norm=normed, rope=rope)
+    router = Sigmoid(settings.count("n_group"), settings.count("topk_group"), settings.number("routed_scaling_factor"))
+    experts = read_experts(settings, "n_routed_experts", "moe_intermediate_size")
+    if experts.count % router.groups or (router.best < router.groups and experts.count < 2 * router.groups):
+        raise CheckpointError(f"{settings.where} says n_group {router.groups} of its {experts.count} experts; mend it")
+    experts = replace(experts, router=router, shared=experts.width * int(settings.get("n_shared_experts") or 0))
+    dense, mixed = (Layer(attention, mlp, (norm, norm)) for mlp in (read_gated(settings), experts))
+    first = int(settings.get("first_k_dense_replace") or 0)
+    return [dense if number < first else mixed for number in range(settings.count("num_hidden_layers"))]
