@@ -162,14 +162,14 @@ def layer_around(
 
     ``attend``: from what queries, keys and values are made of [T, I] to the attention of the rows that go on [N, H d].
     """
-    before = hidden
-    if parts & Part.ATTENTION:
+    before, every = hidden, parts is Part.BOTH  # as flags are slow to take apart
+    if every or parts & Part.ATTENTION:
         assert weights.out is not None
         mixed = attend(_read(weights.before[0], hidden) if reads is None else reads)
         if wanted is not None:
             hidden = before = device_copies.pick(hidden, wanted)
         hidden = _added(weights.out, mixed, hidden, weights.after and weights.after[0], spec.scale)
-    if parts & Part.MLP:
+    if every or parts & Part.MLP:
         first, second = weights.before
         normed = _read(first, before) if spec.parallel else _read(second, hidden)
         own, after = weights.mlp, weights.after and weights.after[1]
@@ -229,7 +229,7 @@ def _turned(
     own: Attention, found: torch.Tensor, turning: int, by: torch.Tensor | None, angles: Angles
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first ``turning`` heads [1, ., T, d] of rows [T, . d], normed and at their positions; and the other heads."""
-    heads = found.view(1, len(found), -1, own.head_dim).transpose(1, 2)
+    heads = found.view(1, found.shape[0], -1, own.head_dim).transpose(1, 2)
     turned = heads[:, :turning]
     return rotate(turned if by is None else _normed(own, turned, by), angles), heads[:, turning:]
 

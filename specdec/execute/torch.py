@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, RopeTables
-from specdec.decoder.spec import Attention, Experts, Head, Mixer, Rope
+from specdec.decoder.spec import Attention, Experts, Head, Mixer
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer, layer_around
 from specdec.execute.short_conv import gated_conv
@@ -66,9 +66,11 @@ class TorchExecutor:
         self.spec, self.dtype, self.device, self.backend = checkpoint.spec, dtype, device, backend
         self._layers = self.spec.layers
         self._weights = self._read(checkpoint)
-        self._ropes = RopeTables(dtype, device)
+        self._ropes, ropes = RopeTables(dtype, device), self.spec.ropes
+        mixers = [own.mixer for own in self.spec.layers]
+        self._kinds = [ropes.index(own.rope) if isinstance(own, Attention) else -1 for own in mixers]
         self._scale = torch.tensor(self.spec.embedding.scale, dtype=dtype, device=device)
-        self.specs = [self._cached(own.mixer) for own in self.spec.layers]
+        self.specs = [*map(self._cached, mixers)]
 
     @property
     def packed_head(self) -> PackedWeight | None:
@@ -160,7 +162,7 @@ class TorchExecutor:
         ``hidden``: None where the rows begin with their tokens.
         """
         hidden = self._embedded(rows.tokens[0].to(self.device)) if hidden is None else hidden
-        angles, parts, found = dict[Rope, Angles](), rows.step.plan.parts, dict[int, torch.Tensor]()
+        angles, parts, found = dict[int, Angles](), rows.step.plan.parts, dict[int, torch.Tensor]()
         mixer: Any
         for number in range(first, last):
             if number in taps:
@@ -168,10 +170,10 @@ class TorchExecutor:
             own, which = self._layers[number], parts[number] if parts else Part.BOTH
             weights, mixer = self._weights.layers[number], own.mixer
             if weights.taps is None:
-                if mixer.rope not in angles:
-                    angles[mixer.rope] = self._ropes.of(mixer.rope, rows)
+                if (kind := self._kinds[number]) not in angles:
+                    angles[kind] = self._ropes.of(mixer.rope, rows)
                 mix = partial(stored_and_attended, rows, number, mixer)
-                hidden = layer(own, weights, hidden, angles[mixer.rope], mix, which)
+                hidden = layer(own, weights, hidden, angles[kind], mix, which)
             else:
                 hidden = layer_around(own, weights, hidden, partial(gated_conv, rows, number, weights), which)
         return hidden, found
