@@ -119,6 +119,20 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", "OlmoeConfig", {**BASE, "hidden_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
     "granite": ("Granite", "GraniteConfig", {**BASE, **_SCALES}),
     "smollm3": ("SmolLM3", "SmolLM3Config", {**BASE, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        "ExaoneMoeConfig",
+        {
+            **BASE,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "num_shared_experts": 2,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED,
+        },
+    ),
+    "glm": ("Glm", "GlmConfig", {**BASE, "head_dim": 16, "attention_bias": False}),
     "glm4": ("Glm4", "Glm4Config", {**BASE, "head_dim": 16, "attention_bias": False}),
     "olmo3": ("Olmo3", "Olmo3Config", {**BASE, "sliding_window": WINDOW, "layer_types": _MIXED}),
     "exaone4": ("Exaone4", "Exaone4Config", {**BASE, "sliding_window": WINDOW, "layer_types": _MIXED}),
@@ -135,7 +149,7 @@ MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
 _ALIKE = (
     *("gemma", "olmoe", "granite", "smollm3", "glm4", "olmo3", "exaone4", "cohere", "cohere2", "seed_oss", "ernie4_5"),
-    *("mellum", "glm4_moe", "lfm2"),
+    *("mellum", "glm4_moe", "exaone_moe", "glm", "lfm2"),
 )
 # Others have the parts of most of these; the last one's convolutions are run by its description alone.
 FAMILIES = tuple(family for family in _FAMILIES if family not in _ALIKE)

@@ -11,13 +11,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from specdec.decoder.family_names import AFTER, AROUND, GLM4, LFM2, MIXTRAL, NEIGHBOURS, PHI3, STARCODER2
+from specdec.decoder.family_names import (
+    AFTER,
+    AROUND,
+    EXAONE_MOE,
+    GLM,
+    GLM4,
+    LFM2,
+    MIXTRAL,
+    NEIGHBOURS,
+    PHI3,
+    STARCODER2,
+)
 from specdec.decoder.family_parts import (
     KINDS,
     alike,
     biased_layer_norm,
     biased_mlp,
     biases_of,
+    by_mlp_type,
     head_dim_of,
     layer_norm,
     of_kinds,
@@ -36,7 +48,6 @@ from specdec.decoder.spec import (
     Embedding,
     Head,
     Layer,
-    Mlp,
     Norm,
     Rope,
     UnknownDecoder,
@@ -45,6 +56,8 @@ from specdec.decoder.torch_families import (
     cohere,
     cohere2,
     exaone4,
+    exaone_moe,
+    glm,
     glm4,
     glm4_moe,
     granite,
@@ -57,7 +70,7 @@ from specdec.decoder.torch_families import (
     smollm3,
     starcoder2,
 )
-from specdec.errors import CheckpointError, shown
+from specdec.errors import shown
 
 __all__ = ["FAMILIES", "Family", "spec_of"]
 
@@ -200,15 +213,7 @@ def _mellum(settings: Settings) -> list[Layer]:
     own = read_attention(settings, bias=biases_of(settings), qk_norm=norm, rope=ropes["full_attention"])
     sliding = replace(own, rope=ropes["sliding_attention"], window=window_of(settings))
     experts = read_experts(settings, "num_experts", "moe_intermediate_size")
-    mlps: dict[str, Mlp] = {"sparse": experts, "dense": read_gated(settings)}
-    each = {
-        kind: of_kinds(settings, Layer(own, mlp, (norm, norm)), Layer(sliding, mlp, (norm, norm)))
-        for kind, mlp in mlps.items()
-    }
-    kinds = settings.get("mlp_layer_types") or ()
-    if len(kinds) != len(each["sparse"]) or not {*kinds} <= mlps.keys():
-        raise CheckpointError(f"{settings.where} says mlp_layer_types {shown(kinds)}, one of sparse and dense a layer")
-    return [each[kind][number] for number, kind in enumerate(kinds)]
+    return by_mlp_type(settings, experts, Layer(own, experts, (norm, norm)), Layer(sliding, experts, (norm, norm)))
 
 
 def _gemma_layer(settings: Settings, rope: Rope, **more: Any) -> Layer:
@@ -239,6 +244,8 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family("GemmaForCausalLM", _gemma, _PLAIN, *_GEMMA),
     "gemma2": Family("Gemma2ForCausalLM", _gemma2, AROUND, *_GEMMA),
     "gemma3_text": Family("Gemma3ForCausalLM", _gemma3, AROUND, *_GEMMA),
+    "exaone_moe": Family("ExaoneMoeForCausalLM", exaone_moe, EXAONE_MOE),
+    "glm": Family("GlmForCausalLM", glm, GLM),
     "glm4": Family("Glm4ForCausalLM", glm4, GLM4),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe),
     "granite": Family("GraniteForCausalLM", granite, scales=granite_scales),

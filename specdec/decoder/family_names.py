@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specdec.decoder.names import DECODER, Names
 
-__all__ = ["AFTER", "AROUND", "GLM4", "LFM2", "MIXTRAL", "NEIGHBOURS", "PHI3", "STARCODER2"]
+__all__ = ["AFTER", "AROUND", "EXAONE_MOE", "GLM", "GLM4", "LFM2", "MIXTRAL", "NEIGHBOURS", "PHI3", "STARCODER2"]
 
 AROUND = Names(
     {
@@ -51,6 +53,8 @@ AFTER = Names(
     }
 )
 """Of models whose norms are behind attention and MLP alone."""
+EXAONE_MOE = Names({**DECODER, "experts.router": (*DECODER["experts.router"], "layers.{layer}.mlp")})
+"""The router's bias is beside it in checkpoints."""
 _QKV, _GATE_UP = ("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up")
 PHI3 = Names(
     {
@@ -60,14 +64,17 @@ PHI3 = Names(
     },
     stacked={"attention.qkv": _QKV, "mlp.gate_up": _GATE_UP},
 )
-GLM4 = Names(
-    {
-        **DECODER,
-        "after.attention": ("layers.{layer}.post_self_attn_layernorm",),
-        "after.mlp": ("layers.{layer}.post_mlp_layernorm",),
-        "mlp.gate_up": ("layers.{layer}.mlp.gate_up_proj",),
-    },
+GLM = Names(
+    {**DECODER, "mlp.gate_up": ("layers.{layer}.mlp.gate_up_proj",)},
     stacked={"mlp.gate_up": _GATE_UP},
     neighbours=True,
+)
+GLM4 = replace(
+    GLM,
+    decoder={
+        **GLM.decoder,
+        "after.attention": ("layers.{layer}.post_self_attn_layernorm",),
+        "after.mlp": ("layers.{layer}.post_mlp_layernorm",),
+    },
 )
 STARCODER2 = Names({**DECODER, "mlp.up": ("layers.{layer}.mlp.c_fc",), "mlp.down": ("layers.{layer}.mlp.c_proj",)})

@@ -17,6 +17,7 @@ __all__ = [
     "biased_layer_norm",
     "biased_mlp",
     "biases_of",
+    "by_mlp_type",
     "by_type",
     "head_dim_of",
     "layer_norm",
@@ -111,6 +112,15 @@ def of_kinds(settings: Settings, full: Layer, sliding: Layer) -> list[Layer]:
     if sliding.attention.window is None and "sliding_attention" in settings.get("layer_types"):
         raise CheckpointError(f"{settings.where} has sliding_attention layers and no sliding_window; mend it")
     return layers
+
+
+def by_mlp_type(settings: Settings, experts: Experts, full: Layer, sliding: Layer) -> list[Layer]:
+    """Layers of which some have a window, and some have one MLP in place of experts, by ``mlp_layer_types``."""
+    mlps: dict[str, Mlp] = {"sparse": experts, "dense": read_gated(settings)}
+    kinds, each = settings.get("mlp_layer_types") or (), of_kinds(settings, full, sliding)
+    if len(kinds) != len(each) or not {*kinds} <= mlps.keys():
+        raise CheckpointError(f"{settings.where} says mlp_layer_types {shown(kinds)}, one of sparse and dense a layer")
+    return [replace(own, mlp=mlps[kind]) for own, kind in zip(each, kinds, strict=True)]
 
 
 def by_type(settings: Settings, known: Mapping[str, Layer]) -> list[Layer]:

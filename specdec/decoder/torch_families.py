@@ -11,6 +11,7 @@ from specdec.decoder.family_parts import (
     biased_layer_norm,
     biased_mlp,
     biases_of,
+    by_mlp_type,
     by_type,
     head_dim_of,
     layer_norm,
@@ -24,13 +25,15 @@ from specdec.decoder.family_parts import (
 )
 from specdec.decoder.rope_settings import read_rope, read_ropes
 from specdec.decoder.settings import Settings
-from specdec.decoder.spec import Gated, Layer, Plain, ShortConv, Sigmoid, UnknownDecoder
+from specdec.decoder.spec import Experts, Gated, Layer, Plain, ShortConv, Sigmoid, UnknownDecoder
 from specdec.errors import CheckpointError, shown
 
 __all__ = [
     "cohere",
     "cohere2",
     "exaone4",
+    "exaone_moe",
+    "glm",
     "glm4",
     "glm4_moe",
     "granite",
@@ -81,11 +84,15 @@ def phi3(settings: Settings) -> list[Layer]:
     return alike(settings, read_attention(settings, partial=True, window=window_of(settings)), read_gated(settings))
 
 
-def glm4(settings: Settings) -> list[Layer]:
+def glm(settings: Settings, **more: Any) -> list[Layer]:
     settings.said("partial_rotary_factor")  # in rope_parameters
     attention = read_attention(settings, partial=True, bias=(bool(settings.get("attention_bias")), False))
+    return alike(settings, attention, read_gated(settings), **more)
+
+
+def glm4(settings: Settings) -> list[Layer]:
     norm = read_norm(settings)
-    return alike(settings, attention, read_gated(settings), after=(norm, norm))
+    return glm(settings, after=(norm, norm))
 
 
 def olmo2(settings: Settings) -> list[Layer]:
@@ -111,6 +118,23 @@ def exaone4(settings: Settings) -> list[Layer]:
     own = Layer(read_attention(settings, qk_norm=norm), read_gated(settings), (None, None), (norm, norm))
     full = own if window is None else _without_rope(own)
     return of_kinds(settings, full, replace(own, mixer=replace(own.attention, window=window)))
+
+
+def exaone_moe(settings: Settings) -> list[Layer]:
+    settings.said("sliding_window_pattern", "first_k_dense_replace")  # in layer_types and mlp_layer_types
+    norm, experts = read_norm(settings), _by_sigmoids(settings, "num_experts", "num_shared_experts")
+    own = Layer(read_attention(settings, qk_norm=norm), experts, (norm, norm))
+    sliding = replace(own, mixer=replace(own.attention, window=window_of(settings)))
+    return by_mlp_type(settings, experts, _without_rope(own), sliding)
+
+
+def _by_sigmoids(settings: Settings, count: str, shared: str) -> Experts:
+    """DeepSeek-V3's experts."""
+    router = Sigmoid(settings.count("n_group"), settings.count("topk_group"), settings.number("routed_scaling_factor"))
+    experts = read_experts(settings, count, "moe_intermediate_size")
+    if experts.count % router.groups or (router.best < router.groups and experts.count < 2 * router.groups):
+        raise CheckpointError(f"{settings.where} says n_group {router.groups} of its {experts.count} experts; mend it")
+    return replace(experts, router=router, shared=experts.width * int(settings.get(shared) or 0))
 
 
 def cohere(settings: Settings) -> list[Layer]:
@@ -162,11 +186,7 @@ def glm4_moe(settings: Settings) -> list[Layer]:
     norm, rope = read_norm(settings), read_rope(settings, head_dim_of(settings), partial=True)
     normed = norm if settings.get("use_qk_norm") else None
     attention = read_attention(settings, partial=True, bias=(biases_of(settings)[0], False), qk_norm=normed, rope=rope)
-    router = Sigmoid(settings.count("n_group"), settings.count("topk_group"), settings.number("routed_scaling_factor"))
-    experts = read_experts(settings, "n_routed_experts", "moe_intermediate_size")
-    if experts.count % router.groups or (router.best < router.groups and experts.count < 2 * router.groups):
-        raise CheckpointError(f"{settings.where} says n_group {router.groups} of its {experts.count} experts; mend it")
-    experts = replace(experts, router=router, shared=experts.width * int(settings.get("n_shared_experts") or 0))
+    experts = _by_sigmoids(settings, "n_routed_experts", "n_shared_experts")
     dense, mixed = (Layer(attention, mlp, (norm, norm)) for mlp in (read_gated(settings), experts))
     first = int(settings.get("first_k_dense_replace") or 0)
     return [dense if number < first else mixed for number in range(settings.count("num_hidden_layers"))]

@@ -51,6 +51,8 @@ REFUSED = {
     "qwen3_moe": "layers.0.mlp is Experts",
     "granite": "layers.0.scale is 0.7",
     "smollm3": "layers.1.mixer.rope.dim is 0",
+    "exaone_moe": "layers.1.mixer.rope.dim is 0",
+    "glm": "layers.0.mixer.rope.dim is 8",
     "glm4": "layers.0.mixer.rope.dim is 8",
     "olmo2": "layers.0.mixer.norms_all is True",
     "olmo3": "layers.0.mixer.norms_all is True",
