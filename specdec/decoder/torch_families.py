@@ -60,11 +60,10 @@ def granite_scales(settings: Settings) -> tuple[float, float]:
 
 def smollm3(settings: Settings) -> list[Layer]:
     settings.said("no_rope_layer_interval")  # no_rope_layers says what follows of it
-    window = window_of(settings) if settings.get("use_sliding_window") else None
-    settings.said("sliding_window")
+    settings.said("use_sliding_window")  # layer_types says what follows of it
     norm, attention = read_norm(settings), read_attention(settings, bias=biases_of(settings))
     own = Layer(attention, biased_mlp(settings), (norm, norm))
-    layers = of_kinds(settings, own, replace(own, mixer=replace(attention, window=window)))
+    layers = of_kinds(settings, own, replace(own, mixer=replace(attention, window=window_of(settings))))
     turns = settings.get("no_rope_layers")
     if not isinstance(turns, list | tuple) or len(turns) < len(layers):
         raise CheckpointError(
@@ -75,7 +74,8 @@ def smollm3(settings: Settings) -> list[Layer]:
 
 
 def _without_rope(layer: Layer) -> Layer:
-    return replace(layer, mixer=replace(layer.attention, rope=replace(layer.attention.rope, dim=0)))
+    rope = replace(layer.attention.rope, dim=0, scaling=None)
+    return replace(layer, mixer=replace(layer.attention, rope=rope))
 
 
 def phi3(settings: Settings) -> list[Layer]:

@@ -73,9 +73,9 @@ def _check_numbers(model: Any) -> None:
 
 def _check_buffers(model: Any, spec: DecoderSpec) -> None:
     """Raises UnknownDecoder where a number that modules keep beside their weights is not what the config says."""
-    known = [frequencies(rope)[0] for rope in spec.ropes]
+    known = [frequencies(rope)[0] for rope in spec.ropes if rope.dim]
     for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq") and not any(torch.equal(buffer.float().cpu(), one) for one in known):
+        if known and name.endswith("inv_freq") and not any(torch.equal(buffer.float().cpu(), one) for one in known):
             raise UnknownDecoder(
                 f"{name} is {buffer.dtype}, and not what its config says: the model was cast; load it in its dtype "
                 "(from_pretrained(..., dtype=...))"

@@ -60,8 +60,9 @@ def test_logits_are_those_of_transformers(family: str, changed: bool, tmp_path: 
         close(own.run(chain[:1]).logits, reference_logits(model, [*PROMPT, *path_of(4), chain[0]])[-1:])
 
 
+@pytest.mark.parametrize("family", ["llama", "smollm3"])  # one has layers that turn nothing
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn", "longrope"])
-def test_scaled_positions_are_those_of_transformers(rope: str) -> None:
+def test_scaled_positions_are_those_of_transformers(rope: str, family: str) -> None:
     more: dict[str, Any] = {
         "linear": {"factor": 4.0},
         "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -70,7 +71,7 @@ def test_scaled_positions_are_those_of_transformers(rope: str) -> None:
     }[rope]
     if rope != "linear":
         more["original_max_position_embeddings"] = 64
-    model = new_model("llama", rope_parameters={"rope_type": rope, "rope_theta": 100.0, **more})
+    model = new_model(family, rope_parameters={"rope_type": rope, "rope_theta": 100.0, **more})
     target = Decoder(checkpoint_of(model))
     text = models.prompt_of(40)
     with target.active():
