@@ -115,7 +115,7 @@ class AdapterConfig(WeightsConfig):
 
     @property
     def parts(self) -> Part:
-        """What of its layer it has."""
+        """The parts of its layer that it has."""
         return (Part.ATTENTION if self.attends else Part(0)) | (Part.MLP if self.has_mlp else Part(0))
 
     @property

@@ -1,4 +1,4 @@
-"""What an executor computes of a description: it says what it makes of one, and the first difference is the reason."""
+"""What an executor computes of a description: the description is compared with what it would run in its place."""
 
 from __future__ import annotations
 

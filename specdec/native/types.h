@@ -74,7 +74,7 @@ typedef struct { /* the rows of all blocks, block after block */
     const Product *embedding; /* ... and their embedding */
     const int32_t *spans;     /* [layers, rows, 2] positions that a row sees, as first and end; NULL: its path */
     const void *reads;        /* [rows, inputs of qkv] what the first layer's attention reads; NULL: the stream, normed */
-    const uint8_t *parts;     /* [layers] what runs of each, ATTENTION and MLP or one of them; NULL: all */
+    const uint8_t *parts;     /* [layers] the parts of each that run, ATTENTION, MLP or both; NULL: all */
 } Rows;
 
 enum { ATTENTION = 1, MLP = 2 };
