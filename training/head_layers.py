@@ -31,12 +31,18 @@ class Trained:
     def live(self) -> HeadForward:
         """The head by its parameters as they are now, with gradients; to be made in each forward."""
         own: Any = self
-        return HeadForward.of(self.spec, dict(own.named_parameters()), DenseLinear)
+        return HeadForward.of(self.spec, dict(own.named_parameters()), _cast_once)
 
     def angles(self, positions: torch.Tensor, end: int, like: torch.Tensor) -> Angles:
         """Rotary positions of rows at ``positions`` [N], below ``end``, in the dtype of ``like``."""
         table = _tables(like.dtype, like.device).whole(self.spec.layers[0].attention.rope, end)
         return Angles(*(values.index_select(0, positions) for values in table))
+
+
+def _cast_once(weight: torch.Tensor, bias: torch.Tensor | None) -> DenseLinear:
+    """A product whose weight autocast casts once for all tokens of a chain; by itself it remembers parameters alone."""
+    kind = weight.device.type
+    return DenseLinear(weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight, bias)
 
 
 def by_row(heads: torch.Tensor) -> torch.Tensor:

@@ -162,16 +162,18 @@ def layer_around(
 
     ``attend``: from what queries, keys and values are made of [T, I] to the attention of the rows that go on [N, H d].
     """
-    before, every = hidden, parts is Part.BOTH  # as flags are slow to take apart
+    before, (first, second), every = hidden, weights.before, parts is Part.BOTH  # flags are slow to take apart
     if every or parts & Part.ATTENTION:
         assert weights.out is not None
-        mixed = attend(_read(weights.before[0], hidden) if reads is None else reads)
+        if reads is None:
+            reads = hidden if first is None else first(hidden)
+        mixed = attend(reads)
         if wanted is not None:
             hidden = before = device_copies.pick(hidden, wanted)
         hidden = _added(weights.out, mixed, hidden, weights.after and weights.after[0], spec.scale)
     if every or parts & Part.MLP:
-        first, second = weights.before
-        normed = _read(first, before) if spec.parallel else _read(second, hidden)
+        norm, rows = (first, before) if spec.parallel else (second, hidden)
+        normed = rows if norm is None else norm(rows)
         own, after = weights.mlp, weights.after and weights.after[1]
         if isinstance(spec.mlp, Experts):
             mixed = _by_experts(spec.mlp, own, normed)
@@ -179,10 +181,6 @@ def layer_around(
         assert isinstance(own, GatedWeights | PlainWeights)
         hidden = _added(own.down, _between(spec.mlp.act, own, normed), hidden, after, spec.scale)
     return hidden
-
-
-def _read(before: ByRow | None, hidden: torch.Tensor) -> torch.Tensor:
-    return hidden if before is None else before(hidden)
 
 
 def _added(

@@ -176,7 +176,7 @@ def test_a_checkpoint_brings_its_own_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("deepseek_v3", "there is none for this DeepseekV3ForCausalLM: its model_type 'deepseek_v3' is none of gemma"),
+        ("deepseek_v3", "there is none for this DeepseekV3ForCausalLM: its model_type 'deepseek_v3' is none of cohere"),
         ("glm4_moe", r"Glm4MoeForCausalLM is run by its own .* take a copy of it \(Engine.from_model\), or load"),
     ],
 )

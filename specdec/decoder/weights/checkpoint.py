@@ -106,6 +106,8 @@ class Checkpoint:
             start = stop
         if (found := self._source.shapes[name]) != (start, *inputs):
             self._wrong["misshapen"].append(f"{name}, {[*found]} in place of {[start, *inputs]}")
+        elif name in self._source.strange:
+            self._wrong["of another dtype"].append(f"{name}, {self._source.strange[name]}")
 
     def _name(self, weight: Weight) -> str | None:
         known = self._source.shapes
