@@ -100,8 +100,9 @@ class HeadForward:
         return states if self.fused_norm is None else self.fused_norm(states)
 
     def entering(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The stream [T, W], and what the first layer's attention reads where that is not the stream, of embeddings and
-        states [T, W].
+        """The residual stream [T, W], and the first attention's input [T, 2 W]; None where that is the stream.
+
+        Both are made of embeddings and states [T, W].
         """
         if self.spec.fuse == "join":
             assert self.fc is not None
@@ -123,7 +124,7 @@ class HeadForward:
         Args:
             hidden: [T, W].
             attend: attention of each layer; of the last one it has the ``wanted`` rows.
-            reads: what the first layer's attention reads, where that is not the stream.
+            reads: the first attention's input; None where that is the stream.
             wanted: rows that are wanted of the last layer; None for all.
         """
         last = len(self.layers) - 1

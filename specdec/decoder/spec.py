@@ -230,7 +230,7 @@ class Layer:
         before: norms of what mixer and MLP read; None where one reads the residual as it is.
         after: norms of what they add; None for none.
         scale: of what they add.
-        parallel: the MLP reads what the mixer reads, and nothing of what that adds.
+        parallel: the MLP's input is the mixer's input; else it is the residual behind the mixer.
     """
 
     mixer: Mixer

@@ -139,7 +139,7 @@ def layer(
         angles: rotary positions [T, d].
         mix: attention.
         parts: what runs.
-        reads: [T, I] what queries, keys and values are made of, where that is not ``hidden`` normed (EAGLE).
+        reads: [T, I] the input of queries, keys and values; None for ``hidden``, normed. EAGLE's heads have another.
         wanted: the N rows that go on, for which ``mix`` gives [1, H, N, d]; the others are only attended to.
     """
     own: Any = spec.mixer

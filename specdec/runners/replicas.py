@@ -31,7 +31,10 @@ _DIFFERS = {*_TABLES, "training", "_modules", "_parameters", "forward", "_compil
 
 
 def parts_of(root: nn.Module, *, whole: bool = False) -> Parts | None:
-    """What of a module needs a replica: what trains, and what that is in; None where nothing does. ``whole``: all."""
+    """The submodules that need a replica: those in training mode, and their parents. None if there are none.
+
+    ``whole``: all submodules.
+    """
     inner = {
         name: parts
         for name, child in root._modules.items()
