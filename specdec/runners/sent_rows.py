@@ -88,7 +88,7 @@ class SentText(PackedText):
         else:
             sent = device_copies.copy_in({"step": device_copies.packed(self.shapes), **self.arrays}, self.device)
         if self.late:
-            sent["tokens"] = self._tokens.tensor[None].to(self.device)
+            sent["tokens"] = self._tokens[None].to(self.device)
         return sent
 
     @cached_property
