@@ -118,6 +118,26 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "olmoe": ("Olmoe", "OlmoeConfig", {**BASE, "hidden_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
     "granite": ("Granite", "GraniteConfig", {**BASE, **_SCALES}),
+    "granitemoe": ("GraniteMoe", "GraniteMoeConfig", {**BASE, **_SCALES, "num_local_experts": 6}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        "GraniteMoeSharedConfig",
+        {**BASE, **_SCALES, "num_local_experts": 6, "shared_intermediate_size": 24},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        "GraniteMoeHybridConfig",
+        {
+            **BASE,
+            **_SCALES,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 3,
+            "mamba_n_heads": 4,
+        },
+    ),
     "smollm3": ("SmolLM3", "SmolLM3Config", {**BASE, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}),
     "exaone_moe": (
         "ExaoneMoe",
@@ -149,7 +169,7 @@ MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
 _ALIKE = (
     *("gemma", "olmoe", "granite", "smollm3", "glm4", "olmo3", "exaone4", "cohere", "cohere2", "seed_oss", "ernie4_5"),
-    *("mellum", "glm4_moe", "exaone_moe", "glm", "lfm2"),
+    *("mellum", "glm4_moe", "exaone_moe", "glm", "lfm2", "granitemoe", "granitemoeshared", "granitemoehybrid"),
 )
 # Others have the parts of most of these; the last one's convolutions are run by its description alone.
 FAMILIES = tuple(family for family in _FAMILIES if family not in _ALIKE)

@@ -17,6 +17,7 @@ from specdec.decoder.family_names import (
     EXAONE_MOE,
     GLM,
     GLM4,
+    GRANITE_MOE,
     LFM2,
     MIXTRAL,
     NEIGHBOURS,
@@ -61,6 +62,8 @@ from specdec.decoder.torch_families import (
     glm4,
     glm4_moe,
     granite,
+    granite_hybrid,
+    granite_moe,
     granite_scales,
     lfm2,
     logit_scale,
@@ -70,9 +73,9 @@ from specdec.decoder.torch_families import (
     smollm3,
     starcoder2,
 )
-from specdec.errors import shown
+from specdec.errors import CheckpointError, shown
 
-__all__ = ["FAMILIES", "Family", "spec_of"]
+__all__ = ["FAMILIES", "Family", "is_described", "spec_of"]
 
 _PLAIN = Names(DECODER)
 
@@ -122,6 +125,18 @@ def spec_of(model_type: str, settings: Settings) -> DecoderSpec:
     )
     settings.check_read()
     return spec
+
+
+def is_described(config: Any) -> bool:
+    """Whether a text config of transformers describes a decoder; one with a value that cannot be would."""
+    if getattr(config, "model_type", "") not in FAMILIES:
+        return False
+    try:
+        return bool(spec_of(config.model_type, Settings.of(config)))
+    except UnknownDecoder:
+        return False
+    except CheckpointError:
+        return True
 
 
 def _llama(settings: Settings) -> list[Layer]:
@@ -249,6 +264,11 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": Family("Glm4ForCausalLM", glm4, GLM4),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe),
     "granite": Family("GraniteForCausalLM", granite, scales=granite_scales),
+    "granitemoe": Family("GraniteMoeForCausalLM", granite_moe, GRANITE_MOE, scales=granite_scales),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite_hybrid, GRANITE_MOE, scales=granite_scales),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM", partial(granite_moe, shared=True), GRANITE_MOE, scales=granite_scales
+    ),
     "lfm2": Family("Lfm2ForCausalLM", lfm2, LFM2),
     "mellum": Family("MellumForCausalLM", _mellum),
     "mixtral": Family("MixtralForCausalLM", _mixtral, MIXTRAL),

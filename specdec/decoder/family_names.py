@@ -6,7 +6,19 @@ from dataclasses import replace
 
 from specdec.decoder.names import DECODER, Names
 
-__all__ = ["AFTER", "AROUND", "EXAONE_MOE", "GLM", "GLM4", "LFM2", "MIXTRAL", "NEIGHBOURS", "PHI3", "STARCODER2"]
+__all__ = [
+    "AFTER",
+    "AROUND",
+    "EXAONE_MOE",
+    "GLM",
+    "GLM4",
+    "GRANITE_MOE",
+    "LFM2",
+    "MIXTRAL",
+    "NEIGHBOURS",
+    "PHI3",
+    "STARCODER2",
+]
 
 AROUND = Names(
     {
@@ -76,5 +88,24 @@ GLM4 = replace(
         "after.attention": ("layers.{layer}.post_self_attn_layernorm",),
         "after.mlp": ("layers.{layer}.post_mlp_layernorm",),
     },
+)
+_SHARED = ("shared.gate", "shared.up")
+GRANITE_MOE = Names(
+    {
+        **DECODER,
+        "mlp.gate_up": ("layers.{layer}.shared_mlp.input_linear",),
+        "mlp.down": ("layers.{layer}.shared_mlp.output_linear",),
+        "shared.gate_up": ("layers.{layer}.shared_mlp.input_linear",),
+        "shared.down": ("layers.{layer}.shared_mlp.output_linear",),
+        "experts.router": ("layers.{layer}.block_sparse_moe.router", "layers.{layer}.block_sparse_moe.router.layer"),
+    },
+    experts={
+        f"experts.{part}": (
+            f"layers.{{layer}}.block_sparse_moe.experts.{part}_proj",
+            f"layers.{{layer}}.block_sparse_moe.{linear}_linear.weight",
+        )
+        for part, linear in (("gate_up", "input"), ("down", "output"))
+    },
+    stacked={"mlp.gate_up": _GATE_UP, "shared.gate_up": _SHARED},
 )
 STARCODER2 = Names({**DECODER, "mlp.up": ("layers.{layer}.mlp.c_fc",), "mlp.down": ("layers.{layer}.mlp.c_proj",)})

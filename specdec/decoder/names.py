@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer, Norm, Plain, ShortConv
 
-__all__ = ["CHOICE", "DECODER", "FUSED", "Names", "Weight", "shapes_of"]
+__all__ = ["CHOICE", "DECODER", "EXPERTS", "FUSED", "Names", "Weight", "shapes_of"]
 
 Shape = tuple[int, ...]
 
@@ -63,6 +63,12 @@ DECODER: Mapping[str, tuple[str, ...]] = {
 }
 """Part -> its module in the decoder, as most families have it."""
 
+EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "experts.gate_up": ("layers.{layer}.mlp.experts.gate_up_proj",),
+    "experts.down": ("layers.{layer}.mlp.experts.down_proj",),
+}
+"""What is fused -> its tensor in the decoder, as most families have it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Names:
@@ -72,7 +78,7 @@ class Names:
         decoder: part -> patterns of its module, in the decoder.
         prefixes: of the decoder, each of which stands before all of its names; transformers' own first.
         heads: names of the head.
-        experts: pattern of what is fused, by transformers, in the decoder.
+        experts: what is fused -> patterns of its tensor, in the decoder; their biases have ``_bias`` behind it.
         ignored: patterns of tensors that are no part of the decoder, anywhere in a name.
         stacked: a part that is of several, one above the other -> these.
         neighbours: values of a head that turn together lie beside each other, and not half a head apart.
@@ -81,7 +87,7 @@ class Names:
     decoder: Mapping[str, tuple[str, ...]]
     prefixes: tuple[str, ...] = ("model.", "", "model.language_model.", "language_model.model.")
     heads: tuple[str, ...] = ("lm_head", "language_model.lm_head")
-    experts: str = "layers.{layer}.mlp.experts.{fused}_proj"
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS)
     ignored: tuple[str, ...] = (
         r"rotary_emb\.inv_freq$",  # older saves have them, and they follow from the config
         r"(^|\.)(vision_tower|vision_model|multi_modal_projector)\.",  # models of images and texts are given texts
@@ -96,10 +102,12 @@ class Names:
         if weight.part == "head":
             yield from (f"{head}.{weight.kind}" for head in self.heads)
         elif weight.part in FUSED and weight.expert is None:
-            fused = weight.part.partition(".")[2]
-            yield prefix + self.experts.format(fused=fused, **places)
+            behind = "" if weight.kind == "weight" else f"_{weight.kind}"
+            yield from (f"{prefix}{one.format(**places)}{behind}" for one in self.experts.get(weight.part, ()))
         else:
-            yield from (f"{prefix}{module.format(**places)}.{weight.kind}" for module in self.decoder[weight.part])
+            yield from (
+                f"{prefix}{module.format(**places)}.{weight.kind}" for module in self.decoder.get(weight.part, ())
+            )
 
     def own(self, weight: Weight) -> str:
         """Transformers' name; of experts, of what is fused, and of what is stacked the whole's."""

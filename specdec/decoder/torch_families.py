@@ -25,7 +25,7 @@ from specdec.decoder.family_parts import (
 )
 from specdec.decoder.rope_settings import read_rope, read_ropes
 from specdec.decoder.settings import Settings
-from specdec.decoder.spec import Experts, Gated, Layer, Plain, ShortConv, Sigmoid, UnknownDecoder
+from specdec.decoder.spec import Experts, Gated, Layer, Mlp, Plain, ShortConv, Sigmoid, UnknownDecoder
 from specdec.errors import CheckpointError, shown
 
 __all__ = [
@@ -37,6 +37,8 @@ __all__ = [
     "glm4",
     "glm4_moe",
     "granite",
+    "granite_hybrid",
+    "granite_moe",
     "granite_scales",
     "lfm2",
     "logit_scale",
@@ -49,9 +51,37 @@ __all__ = [
 
 
 def granite(settings: Settings) -> list[Layer]:
-    scale = settings.number("attention_multiplier")
+    return [_granite_layer(settings, biased_mlp(settings))] * settings.count("num_hidden_layers")
+
+
+def granite_moe(settings: Settings, *, shared: bool = False) -> list[Layer]:
+    """``shared``: the family has a setting for an expert that each row has."""
+    experts = _granite_experts(settings, settings.get("shared_intermediate_size") if shared else 0)
+    return [_granite_layer(settings, experts)] * settings.count("num_hidden_layers")
+
+
+def granite_hybrid(settings: Settings) -> list[Layer]:
+    """Granite 4.0 without recurrent layers, in which the expert that each row has may be the only one."""
+    settings.said(*(f"mamba_{one}" for one in ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand")))
+    settings.said("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit")
+    width = settings.count("shared_intermediate_size")
+    own = _granite_layer(settings, Gated(read_activation(settings, "hidden_act"), width))
+    if settings.get("num_local_experts"):
+        own = replace(own, mlp=_granite_experts(settings, width))
+    settings.said("intermediate_size", "num_experts_per_tok")  # of the others
+    own = own if settings.get("position_embedding_type") == "rope" else _without_rope(own)
+    return by_type(settings, {"full_attention": own})
+
+
+def _granite_experts(settings: Settings, shared: int | None) -> Experts:
+    experts = read_experts(settings, "num_local_experts", "intermediate_size", norm=True)
+    return replace(experts, shared=int(shared or 0))
+
+
+def _granite_layer(settings: Settings, mlp: Mlp) -> Layer:
+    norm, scale = read_norm(settings), settings.number("attention_multiplier")
     attention = read_attention(settings, bias=biases_of(settings), scale=scale)
-    return alike(settings, attention, biased_mlp(settings), scale=settings.number("residual_multiplier"))
+    return Layer(attention, mlp, (norm, norm), scale=settings.number("residual_multiplier"))
 
 
 def granite_scales(settings: Settings) -> tuple[float, float]:

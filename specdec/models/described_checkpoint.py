@@ -171,7 +171,7 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
     refuse_adapter(folder)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     text: Any = config.get_text_config()
-    refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=text.model_type in FAMILIES)
+    refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=True)
     check_sizes(config.to_dict(), wanted.path)
     take_long_factors(vars(config.get_text_config()), wanted.max_model_len)
     if trust_remote_code and getattr(config, "auto_map", None):

@@ -17,7 +17,7 @@ from specdec.runners.block_weight import BlockTensor
 
 __all__ = ["GGUF_NAMES", "GgufSource", "stays", "undone"]
 
-_NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
+_NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "mistral3")
 """Architectures whose files have values that turn together beside each other; transformers: half a head apart."""
 _OFFSET = ("gemma", "gemma2", "gemma3")
 """Those whose files have norms with the 1 that is added to their weights."""
@@ -42,12 +42,13 @@ GGUF_NAMES = Names(
                 },
                 **{"experts.gate": "ffn_gate_exps.{expert}", "experts.up": "ffn_up_exps.{expert}"},
                 **{"experts.down": "ffn_down_exps.{expert}"},
+                **{f"shared.{one}": f"ffn_{one}_shexp" for one in ("gate", "up", "down")},
             }.items()
         },
     },
     prefixes=("",),
     heads=("output",),
-    experts="",
+    experts={},
     ignored=(),
 )
 """What llama.cpp calls a decoder's tensors; experts are numbered here, as a file has those of a layer in one."""

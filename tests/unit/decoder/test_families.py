@@ -47,7 +47,8 @@ def tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_key_that_a_class_declares_is_read(model_type: str) -> None:
-    config = AutoConfig.for_model(model_type)
+    attends = {"layer_types": ["full_attention"] * 32} if model_type == "granitemoehybrid" else {}  # not by default
+    config = AutoConfig.for_model(model_type, **attends)
     settings = Settings.of(config)
     spec_of(model_type, settings)
     assert not settings.unread.keys() & {name for name in vars(config) if not name.startswith("_")}
@@ -94,6 +95,7 @@ def test_layers_that_are_alike_are_one_object() -> None:
         ("olmoe", {"clip_qkv": 4.0}, "says clip_qkv 4.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "says use_bidirectional_attention True"),
         ("llama", {"is_encoder_decoder": True}, "says is_encoder_decoder True"),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "has layers of the type 'linear_attention'"),
         ("lfm2", {"layer_types": ["conv"] * 3}, "has no layer of the type full_attention"),
         (
             "llama",
