@@ -12,11 +12,14 @@ __all__ = [
     "EXAONE_MOE",
     "GLM",
     "GLM4",
+    "GPT_OSS",
     "GRANITE_MOE",
+    "HUNYUAN",
     "LFM2",
     "MIXTRAL",
     "NEIGHBOURS",
     "PHI3",
+    "QWEN2_MOE",
     "STARCODER2",
 ]
 
@@ -107,5 +110,23 @@ GRANITE_MOE = Names(
         for part, linear in (("gate_up", "input"), ("down", "output"))
     },
     stacked={"mlp.gate_up": _GATE_UP, "shared.gate_up": _SHARED},
+)
+GPT_OSS = Names({**DECODER, "experts.router": ("layers.{layer}.mlp.router",)}, interleaved=True)
+_PRODUCTS = ("gate", "up", "down")
+HUNYUAN = Names(
+    {
+        **DECODER,
+        "attention.q_norm": ("layers.{layer}.self_attn.query_layernorm",),
+        "attention.k_norm": ("layers.{layer}.self_attn.key_layernorm",),
+        "experts.router": ("layers.{layer}.mlp.gate.wg",),
+        **{f"shared.{one}": (f"layers.{{layer}}.mlp.shared_mlp.{one}_proj",) for one in _PRODUCTS},
+    }
+)
+QWEN2_MOE = Names(
+    {
+        **DECODER,
+        "shared.router": ("layers.{layer}.mlp.shared_expert_gate",),
+        **{f"shared.{one}": (f"layers.{{layer}}.mlp.shared_expert.{one}_proj",) for one in _PRODUCTS},
+    }
 )
 STARCODER2 = Names({**DECODER, "mlp.up": ("layers.{layer}.mlp.c_fc",), "mlp.down": ("layers.{layer}.mlp.c_proj",)})

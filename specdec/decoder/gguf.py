@@ -81,7 +81,8 @@ def _no_windows(said: GgufHeader) -> Fields:
 def _qwen2moe(said: GgufHeader) -> Fields:
     shared = said.number("expert_shared_feed_forward_length", said.number("feed_forward_length"))
     own = experts(said, "qwen2_moe", "num_experts", width="moe_intermediate_size")
-    own |= {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    own |= {"shared_expert_intermediate_size": shared, "norm_topk_prob": False, "qkv_bias": True}
+    own["decoder_sparse_step"] = 1
     return {**own, **_no_windows(said), **turns(said)}
 
 
@@ -186,7 +187,8 @@ def _gpt_oss(said: GgufHeader) -> Fields:
     said.only("rope.freq_base_swa", rope_base(said))
     own = experts(said, "gpt_oss", "num_local_experts")
     own["intermediate_size"] = said.number("expert_feed_forward_length")
-    own["sliding_window"] = said.number("attention.sliding_window")
+    own |= {"sliding_window": said.number("attention.sliding_window"), "attention_bias": True}
+    own |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as llama.cpp has it, for which there is no key
     return {**own, **kinds_of_layers(windowed(said, 2)), **turns(said)}
 
 
@@ -263,7 +265,9 @@ def _hunyuan(said: GgufHeader) -> Fields:
 
 def _hunyuan_moe(said: GgufHeader) -> Fields:
     said.only("expert_shared_feed_forward_length", said.number("feed_forward_length"))  # both are of one width
-    return {**experts(said, "hunyuan_v1_moe", "num_experts"), "attention_bias": biased(said), **turns(said)}
+    own = experts(said, "hunyuan_v1_moe", "num_experts")
+    own["moe_topk"] = own.pop("num_experts_per_tok")
+    return {**own, "attention_bias": biased(said), **turns(said)}
 
 
 ARCHITECTURES: dict[str, Callable[[GgufHeader], Fields]] = {

@@ -39,9 +39,9 @@ def tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     for number, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, Experts):
             for fused, parts in FUSED.items():
-                each = [shapes[Weight(part, number, 0)] for part in parts]
-                whole = (layer.mlp.count, sum(outputs for outputs, _ in each), each[0][1])
-                found[names.own(Weight(fused, number))] = whole
+                assert all(Weight(part, number, layer.mlp.count - 1) in shapes for part in parts)
+                for every in (Weight(fused, number, kind=kind) for kind in ("weight", "bias")[: 1 + layer.mlp.bias]):
+                    found[names.own(every)] = names.fused_shape(every, layer.mlp, spec.hidden)
     return found
 
 
