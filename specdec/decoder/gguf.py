@@ -41,7 +41,8 @@ def fields_of(said: GgufHeader) -> Fields:
     """
     if (architecture := ARCHITECTURES.get(said.architecture)) is None:
         raise _unlike(said)
-    fields = {**sizes(said), **architecture(said)}
+    own = architecture(said)  # which may know better what is wrong with the sizes
+    fields = {**sizes(said), **own}
     said.check_rest()
     return fields
 
@@ -80,7 +81,8 @@ def _no_windows(said: GgufHeader) -> Fields:
 def _qwen2moe(said: GgufHeader) -> Fields:
     shared = said.number("expert_shared_feed_forward_length", said.number("feed_forward_length"))
     own = experts(said, "qwen2_moe", "num_experts", width="moe_intermediate_size")
-    own |= {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    own |= {"shared_expert_intermediate_size": shared, "norm_topk_prob": False, "qkv_bias": True}
+    own["decoder_sparse_step"] = 1
     return {**own, **_no_windows(said), **turns(said)}
 
 
@@ -149,11 +151,11 @@ def _phi3(said: GgufHeader) -> Fields:
     return {**dense(said, "phi3"), "sliding_window": None, "original_max_position_embeddings": trained, **own}
 
 
-def _granite_scales(said: GgufHeader) -> Fields:
+def _granite_scales(said: GgufHeader, logits_by: float | None = None) -> Fields:
     said.only("rope.scaling.finetuned", True)  # llama.cpp's switch between rotary positions and none
     dim = said.heads[1]
     return {
-        "logits_scaling": said.number("logit_scale"),
+        "logits_scaling": logits_by or said.number("logit_scale"),
         "residual_multiplier": said.number("residual_scale", 0) or 1.0,
         "embedding_multiplier": said.number("embedding_scale", 0) or 1.0,
         "attention_multiplier": said.number("attention.scale", 0) or dim**-0.5,
@@ -162,22 +164,31 @@ def _granite_scales(said: GgufHeader) -> Fields:
     }
 
 
-def _granite(said: GgufHeader) -> Fields:
+def _granite(said: GgufHeader, logits_by: float | None = None) -> Fields:
     own = {"mlp_bias": biased(said, "ffn_gate", "ffn_up", "ffn_down")}
-    return {**dense(said, "granite"), **own, **_granite_scales(said)}
+    return {**dense(said, "granite"), **own, **_granite_scales(said, logits_by)}
 
 
-def _granitemoe(said: GgufHeader) -> Fields:
+def _granitehybrid(said: GgufHeader) -> Fields:
+    keys = said.get("attention.head_count_kv")
+    if recurrent := (keys if isinstance(keys, list) else [keys] * said.number("block_count")).count(0):
+        raise said.refused(f"has {recurrent} recurrent layers, which specdec does not run", "use another model")
+    logits_by = said.number("logit_scale", 0) or 1.0
+    return _granitemoe(said, logits_by) if said.number("expert_count", 0) else _granite(said, logits_by)
+
+
+def _granitemoe(said: GgufHeader, logits_by: float | None = None) -> Fields:
     shared = said.number("expert_shared_feed_forward_length", 0)
     own = experts(said, "granitemoeshared" if shared else "granitemoe", "num_local_experts")
-    return {**own, **({"shared_intermediate_size": shared} if shared else {}), **_granite_scales(said)}
+    return {**own, **({"shared_intermediate_size": shared} if shared else {}), **_granite_scales(said, logits_by)}
 
 
 def _gpt_oss(said: GgufHeader) -> Fields:
     said.only("rope.freq_base_swa", rope_base(said))
     own = experts(said, "gpt_oss", "num_local_experts")
     own["intermediate_size"] = said.number("expert_feed_forward_length")
-    own["sliding_window"] = said.number("attention.sliding_window")
+    own |= {"sliding_window": said.number("attention.sliding_window"), "attention_bias": True}
+    own |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as llama.cpp has it, for which there is no key
     return {**own, **kinds_of_layers(windowed(said, 2)), **turns(said)}
 
 
@@ -254,7 +265,9 @@ def _hunyuan(said: GgufHeader) -> Fields:
 
 def _hunyuan_moe(said: GgufHeader) -> Fields:
     said.only("expert_shared_feed_forward_length", said.number("feed_forward_length"))  # both are of one width
-    return {**experts(said, "hunyuan_v1_moe", "num_experts"), "attention_bias": biased(said), **turns(said)}
+    own = experts(said, "hunyuan_v1_moe", "num_experts")
+    own["moe_topk"] = own.pop("num_experts_per_tok")
+    return {**own, "attention_bias": biased(said), **turns(said)}
 
 
 ARCHITECTURES: dict[str, Callable[[GgufHeader], Fields]] = {
@@ -270,6 +283,7 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader], Fields]] = {
     "phi3": _phi3,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
+    "granitehybrid": _granitehybrid,
     "granitemoe": _granitemoe,
     "smollm3": _smollm3,
     "mistral3": _mistral3,

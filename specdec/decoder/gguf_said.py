@@ -27,7 +27,14 @@ _ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 _FREQUENCIES = "rope_freqs.weight"
 _SHORT, _FAR = "rope_factors_short.weight", "rope_factors_long.weight"
 _LONG = ("phi3",)  # has one divisor of each frequency up to the original context, and another one beyond it
-_DIVIDED = ("llama", "granite", "granitemoe", "exaone4", "mistral3")  # has one divisor of each frequency
+_DIVIDED = (
+    "llama",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "exaone4",
+    "mistral3",
+)  # has one divisor of each frequency
 _OWN_YARN, _BETAS = ("mistral3",), (("beta_fast", 32.0), ("beta_slow", 1.0))  # those whose files say more of YaRN
 
 
