@@ -24,7 +24,7 @@ from specdec.decoder.weights.quantised import METHODS, QuantisedSource, method_o
 from specdec.decoder.weights.safetensors import SafetensorsSource
 from specdec.decoder.weights.source import Source
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, shown, told
-from specdec.execute.native import why_not
+from specdec.execute.native_layers import why_not
 from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
 from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
 from specdec.models.gguf_source import GGUF_NAMES, GgufSource, stays
