@@ -15,6 +15,7 @@ __all__ = [
     "factors_read",
     "kinds_of_layers",
     "no_sections",
+    "no_windows",
     "read_rope",
     "rope_base",
     "sizes",
@@ -219,3 +220,8 @@ def windowed(said: GgufHeader, every: int) -> list[bool]:
 def kinds_of_layers(local: list[bool]) -> dict[str, Any]:
     """The kind of each layer, which has a window or none."""
     return {"layer_types": ["sliding_attention" if here else "full_attention" for here in local]}
+
+
+def no_windows(said: GgufHeader) -> dict[str, Any]:
+    """Of a family that has them elsewhere."""
+    return {"use_sliding_window": False, **kinds_of_layers([False] * said.number("block_count"))}

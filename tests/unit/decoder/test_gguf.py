@@ -79,6 +79,8 @@ _READ: list[tuple[str, Said]] = [  # what moves llama.cpp's logits, and is read 
     ("granite", {"attention.scale": None}),
     ("qwen2moe", {"expert_used_count": 1}),
     ("olmo2", {"attention.sliding_window": 8}),
+    ("olmoe", {"expert_used_count": 3}),
+    ("olmoe", {"rope.freq_base": None}),
     ("cohere2", {"attention.sliding_window_pattern": 2}),
     ("cohere2", {"logit_scale": 0.7}),
     ("command-r", {"logit_scale": None}),
