@@ -40,6 +40,7 @@ __all__ = ["DescribedCheckpoint"]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _AROUND_TEXT = ("gemma3", "got_ocr2", "internvl", "llava", "llava_next", "mistral3", "moss_transcribe_diarize")
 """Models of images, sounds and texts that do to texts alone what their text decoder does."""
+_FOLDER = "no GGUF file of such a model is read: load the model's folder of safetensors"
 _WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
 
 
@@ -105,6 +106,8 @@ class DescribedCheckpoint:
                 return _of_gguf(place, wanted)
             return _of_folder(place, wanted, trust_remote_code)
         except UnknownDecoder as unknown:
+            if is_gguf(place):
+                raise CheckpointError(f"{unknown}, and {_FOLDER}") from unknown
             return str(unknown)
         except SpecdecError:
             raise
@@ -171,7 +174,7 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
     refuse_adapter(folder)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     text: Any = config.get_text_config()
-    refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=text.model_type in FAMILIES)
+    refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=True)
     check_sizes(config.to_dict(), wanted.path)
     take_long_factors(vars(config.get_text_config()), wanted.max_model_len)
     if trust_remote_code and getattr(config, "auto_map", None):

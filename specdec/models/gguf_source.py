@@ -17,8 +17,9 @@ from specdec.runners.block_weight import BlockTensor
 
 __all__ = ["GGUF_NAMES", "GgufSource", "stays", "undone"]
 
-_NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
+_NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "mistral3")
 """Architectures whose files have values that turn together beside each other; transformers: half a head apart."""
+_EXPERTS_BIAS, _ONE_ROW = "_exps.bias", ".ffn_gate_inp_shexp.weight"
 _OFFSET = ("gemma", "gemma2", "gemma3")
 """Those whose files have norms with the 1 that is added to their weights."""
 
@@ -42,12 +43,14 @@ GGUF_NAMES = Names(
                 },
                 **{"experts.gate": "ffn_gate_exps.{expert}", "experts.up": "ffn_up_exps.{expert}"},
                 **{"experts.down": "ffn_down_exps.{expert}"},
+                **{f"shared.{one}": f"ffn_{one}_shexp" for one in ("gate", "up", "down")},
+                **{"shared.router": "ffn_gate_inp_shexp", "attention.sinks": "attn_sinks.weight"},
             }.items()
         },
     },
     prefixes=("",),
     heads=("output",),
-    experts="",
+    experts={},
     ignored=(),
 )
 """What llama.cpp calls a decoder's tensors; experts are numbered here, as a file has those of a layer in one."""
@@ -90,10 +93,11 @@ class GgufSource:
         self._undone = partial(undone, table.architecture, dim)
         factors = factors_read(table.architecture)
         own = [entry for entry in table.entries if entry.name not in factors]
-        self._entries = {entry.name: entry for entry in own if len(entry.shape) < 3}
-        self._experts = {one.name: one for entry in own if len(entry.shape) == 3 for one in _each(entry)}
-        every = {**self._entries, **self._experts}
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(entry.shape) for name, entry in every.items()}
+        every = [entry for entry in own if len(entry.shape) == 3 or entry.name.endswith(_EXPERTS_BIAS)]
+        self._experts = {one.name: one for entry in every for one in _each(entry)}
+        self._entries = {entry.name: _as_matrix(entry) for entry in own if entry not in every}
+        known = {**self._entries, **self._experts}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(entry.shape) for name, entry in known.items()}
         self.strange: Mapping[str, str] = {}
 
     def read(self, name: str) -> torch.Tensor:
@@ -119,11 +123,16 @@ class GgufSource:
         """Nothing: what was read is no view of the file."""
 
 
+def _as_matrix(entry: TensorEntry) -> TensorEntry:
+    """A matrix of one row, which a file has flat."""
+    return replace(entry, shape=(1, *entry.shape)) if entry.name.endswith(_ONE_ROW) else entry
+
+
 def _each(entry: TensorEntry) -> list[TensorEntry]:
     """The part of each expert in a tensor of all."""
     count, size = entry.shape[0], entry.size // entry.shape[0]
-    name, shape = entry.name.removesuffix(".weight"), entry.shape[1:]
+    (name, _, kind), shape = entry.name.rpartition("."), entry.shape[1:]
     return [
-        replace(entry, name=f"{name}.{number}.weight", shape=shape, offset=entry.offset + number * size, size=size)
+        replace(entry, name=f"{name}.{number}.{kind}", shape=shape, offset=entry.offset + number * size, size=size)
         for number in range(count)
     ]

@@ -89,7 +89,7 @@ def load_weights(
         refuse_adapter(place)
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
-        refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=text.model_type in FAMILIES)
+        refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=True)
         check_sizes(config.to_dict(), str(path))
         take_long_factors(vars(text), max_model_len)
         if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):

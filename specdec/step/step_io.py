@@ -23,8 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:  # this file needs no torch
-    import torch
-
     from specdec.step.cache import KVCache
 
 __all__ = [
@@ -40,6 +38,9 @@ __all__ = [
     "Wanted",
     "fixed",
 ]
+
+Tokens = Any
+"""int64 [N], of numpy, or a tensor of torch where a device has drawn them."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -167,7 +168,7 @@ class StepInput:
 
     texts: Sequence[KVCache]
     starts: Sequence[int]
-    tokens: npt.NDArray[np.int64] | torch.Tensor | Sequence[npt.NDArray[np.int64] | torch.Tensor]
+    tokens: Tokens | Sequence[Tokens]
     lengths: Sequence[int]
     tree: Sequence[int]
     parents: Ints
@@ -184,7 +185,7 @@ class StepInput:
     def of(
         cls,
         text: KVCache,
-        tokens: Sequence[int] | npt.NDArray[np.int64] | torch.Tensor,
+        tokens: Sequence[int] | Tokens,
         tree: tuple[Sequence[int], Sequence[int]] | None = None,
         *,
         first: int = 0,

@@ -25,7 +25,7 @@ from specdec.models.inspection import why_special
 from specdec.native.library import library
 from specdec.results import Step
 from tests import models, seam
-from tests.tiers import each_once
+from tests.tiers import once
 
 KNOWN = models.FUSED
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # that the native library has code for
@@ -42,7 +42,7 @@ def storages(model: nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("family", "in_parts"), each_once(KNOWN, [False, True]))
+@pytest.mark.parametrize(("family", "in_parts"), once(KNOWN, [False, True]))
 def test_fused_text_is_that_of_generate(family: str, in_parts: bool) -> None:
     model = models.new_model(family)
     prompt = models.prompt_of(11)
