@@ -130,7 +130,7 @@ class DescribedTarget(NotCopied, Target):
             **options,
         )
         target._quantised, target._why_dense = found.quantised, found.why_dense
-        if target._int8 and target.activations is None:
+        if options.get("int8") and target.activations is None:
             raise ConfigError(
                 "activations='int8' needs quantised blocks, and none of its matrices is in such; leave it out"
             )
