@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specdec.costs.machine import Threads
 from specdec.decoder.spec import UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.errors import CheckpointError, TargetError, check_choice
+from specdec.errors import CheckpointError, ConfigError, TargetError, check_choice
 from specdec.execute.choose import executor_of
 from specdec.execute.torch import TorchExecutor
 from specdec.models import describe
@@ -130,6 +130,10 @@ class DescribedTarget(NotCopied, Target):
             **options,
         )
         target._quantised, target._why_dense = found.quantised, found.why_dense
+        if options.get("int8") and target.activations is None:
+            raise ConfigError(
+                "activations='int8' needs quantised blocks, and none of its matrices is in such; leave it out"
+            )
         check_finite(target)
         return target
 
@@ -255,9 +259,13 @@ class DescribedTarget(NotCopied, Target):
         """How its weights are held, if not densely from a folder."""
         if self._copied:
             return "a copy of a live model's, which does not follow later changes"
-        if self._why_dense is not None:
-            return f"dequantised: {self._why_dense}"
-        return None if self._quantised is None else _in_blocks(self.executor, self._quantised())
+        if self._quantised is None:
+            return None
+        held, why = _in_blocks(self.executor, self._quantised()), self._why_dense
+        if why is None:
+            return held
+        some = any(isinstance(kernel, BlockWeight) for _, kernel in self.executor.kernels())
+        return f"{held}; others dequantised: {why}" if some else f"dequantised: {why}"
 
 
 def _in_blocks(executor: TorchExecutor, kind: str) -> str:
@@ -266,7 +274,7 @@ def _in_blocks(executor: TorchExecutor, kind: str) -> str:
     """
     every = [*executor.kernels()]
     blocks = [kernel for _, kernel in every if isinstance(kernel, BlockWeight)]
-    counts = Counter(part.format.name for kernel in blocks for part in kernel.parts)
+    counts = Counter(getattr(part.blocks, "called", part.format.name) for kernel in blocks for part in kernel.parts)
     size = f"{sum(kernel.nbytes for kernel in blocks) / 1e6:.0f} MB in panels"
     told = f"{kind} in blocks: {counts.total()} matrices, {size}"
     if not kind:

@@ -308,7 +308,7 @@ def test_settings_that_are_not_known(tmp_path: Path) -> None:
 
 
 _GENERAL: list[tuple[Said, str]] = [
-    ({"general.type": "adapter"}, "is an adapter .* and no model; merge it"),
+    ({"general.type": "adapter"}, "is an adapter and no model; merge it"),
     ({"general.type": "mmproj"}, "is a vision or audio projector"),
     ({"split.count": 3, "split.no": 1}, r"is part 2 of 3 of a split model .* does not end in '-00002-of-00003\.gguf'"),
 ]
@@ -318,6 +318,12 @@ _GENERAL: list[tuple[Said, str]] = [
 def test_files_that_are_no_model(general: Said, message: str, tmp_path: Path) -> None:
     file = write_family(tmp_path / "a.gguf", "llama", general=general)
     with pytest.raises(CheckpointError, match=message):
+        load(file)
+
+
+def test_tensors_of_an_adapter_say_what_it_is(tmp_path: Path) -> None:
+    file = write_family(tmp_path / "a.gguf", "llama", tensors={"blk.0.attn_q.weight.lora_a": (8, 64)})
+    with pytest.raises(CheckpointError, match="is an adapter and no model; merge it"):
         load(file)
 
 
