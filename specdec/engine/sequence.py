@@ -113,6 +113,7 @@ class SequenceState:
         self._by_argmax = not (self.draws or self._sampler.processors or sampling.acceptance == "typical")
         self._reader = self.session if self._apart and isinstance(self.session, ReadbackSession) else None
         self._forgoes = isinstance(self.session, RestingSession)
+        self._root = Draft.root(0)  # of all plain steps, each of which has its token
         self._missed = False  # whether there is text since the latest draft whose hidden states are not known
         self.scheduled: ScheduledRows | None = None
         self._top, self.logprobs = request.logprobs, list[TokenLogprobs]()
@@ -206,7 +207,8 @@ class SequenceState:
         if row_budget == 1 and context.policy is not None and not self.drafter.plans_rows and context.policy.rests:
             resting = Rest.LONG
         if resting or context.remaining <= 1 or not self._asks:
-            return self._scheduled(Draft.root(context.tokens[-1]), self._taps(resting), self._plain_top_k)
+            self._root.tokens = [context.tokens[-1]]
+            return self._scheduled(self._root, self._taps(resting), self._plain_top_k)
         self._tell_missed()
         if self._batched:
             return self._drafting(row_budget)
@@ -226,7 +228,7 @@ class SequenceState:
         context, sampler = self.context, self._sampler
         if draft.on_device is not None and (sampler.reads_drafts or not self._apart):
             draft.on_host()
-        scored, draws, accept = draft.scored_rows(), None, None
+        scored, draws, accept = draft.scored_rows() if draft.probes else None, None, None
         decides: Sequence[bool] = ()
         unread: Sequence[Sequence[int] | None] = ()
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
@@ -238,7 +240,8 @@ class SequenceState:
         logits = None if scored is None else np.array(scored, dtype=np.int64)
         wanted = Wanted(logits, top_k, taps, draws, accept, decides, unread)
         tokens = draft.tokens if draft.on_device is None else draft.on_device
-        step = StepInput.of(context.cache, tokens, draft.tree, wanted=wanted, entering=draft.entry)
+        tree = None if draft.is_chain else draft.tree
+        step = StepInput.of(context.cache, tokens, tree, wanted=wanted, entering=draft.entry)
         return ScheduledRows(self, step, draft, asked, self._reads)
 
     def _row_budget(self, load: BatchLoad, resting: Rest) -> int:
