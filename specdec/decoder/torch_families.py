@@ -289,6 +289,7 @@ def hunyuan_moe(settings: Settings) -> list[Layer]:
 
 
 def _normed_after_turning(settings: Settings) -> Attention:
-    settings.said("eod_token_id", "use_qk_norm", "norm_type")  # an end; published, and read by no class
+    settings.said("eod_token_id")  # an end
+    settings.said("use_qk_norm", "norm_type", "norm_topk_prob", "num_shared_expert")  # published, read by no class
     rope = read_rope(settings, head_dim_of(settings), alpha=True)
     return read_attention(settings, bias=biases_of(settings), qk_norm=read_norm(settings), norms_after=True, rope=rope)

@@ -149,6 +149,20 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "Hunyuan A13B": (
+        "hunyuan_v1_moe",
+        {
+            **sizes(4096, 3072, 32, 32, 8, 128167, 32768),
+            **{"attention_bias": False, "eod_token_id": 127967, "head_dim": 128, "hidden_act": "silu"},
+            **{"moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "n_group": False, "norm_topk_prob": True},
+            **{"norm_type": "rms", "num_experts": 64, "num_shared_expert": [1] * 32, "rms_norm_eps": 1e-5},
+            **{"rope_theta": 10000.0, "routed_scaling_factor": False, "use_qk_norm": True},
+            "rope_scaling": {
+                **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
+                **{"mscale_all_dim": 1.0, "type": "dynamic"},
+            },
+        },
+    ),
     "Mixtral 8x7B": (
         "mixtral",
         {
@@ -202,6 +216,7 @@ def test_what_counts_of_them_is_read() -> None:
     assert (granite.layers[0].mlp, granite.layers[0].scale) == (Gated("silu", 8192), 0.22)
     assert read("Ministral 3 8B").layers[0].attention.growth == Growth(0.1, 16384)
     assert read("Hunyuan 7B").layers[0].attention.rope == Rope(128, 1e4 * 1000.0 ** (128 / 126))
+    assert read("Hunyuan A13B").layers[0].mlp == Experts("silu", 3072, 64, 8, True, shared=3072)
     assert read("Mixtral 8x7B").layers[0].mlp == Experts("silu", 14336, 8, 2, True)
     assert read("OLMoE 1B 7B").layers[0].mlp == Experts("silu", 1024, 64, 8, False)
     assert read("Qwen3 30B A3B").layers[0].mlp == Experts("silu", 768, 128, 8, True)

@@ -19,7 +19,8 @@ from specdec.decoder.weights.quantised import quantised_source
 from specdec.errors import CheckpointError
 from specdec.native import library as native
 from specdec.runners.block_weight import BlockWeight
-from tests.models import logits_of
+from tests.decoders import reference_logits
+from tests.models import logits_of, new_model
 from tests.packed_checkpoints import blocks_of, weights_of
 from tests.quantised_files import quantised_file, random_blocks
 
@@ -158,3 +159,30 @@ def test_other_tensors_are_refused_by_name(changes: dict[str, torch.Tensor], nam
 
     with pytest.raises(CheckpointError, match=named):
         read()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_folder_of_gpt_oss_is_the_model_of_its_numbers(dtype: str, tmp_path: Path) -> None:
+    """Dequantised, and in blocks, where the library takes them."""
+    kind = getattr(torch, dtype)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 3, "num_experts_per_tok": 2}
+    model: Any = new_model("gpt_oss", kind, **sizes)
+    state, random = dict(model.state_dict()), torch.Generator().manual_seed(1)
+    for own in state.values():
+        own.copy_(own.float())  # as biases beside blocks are read
+    for name, own in [(name, own) for name, own in state.items() if name.endswith("experts.gate_up_proj")]:
+        for whole, (_, inputs, outputs) in ((name, own.shape), (name.replace("gate_up", "down"), (3, 96, 64))):
+            blocks = torch.randint(256, (3, outputs, inputs // 32, 16), generator=random).byte()
+            scales = torch.randint(120, 124, (3, outputs, inputs // 32), generator=random).byte()
+            state[whole].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            state |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
+    saved = {name: own for name, own in state.items() if f"{name}_blocks" not in state}
+    save_file({name: own.contiguous() for name, own in saved.items()}, tmp_path / "model.safetensors")
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(tmp_path)
+    target = TransformersTarget.from_pretrained(tmp_path, dtype=dtype)
+    assert target.options["runner"] == "fused"
+    text = TEXT[:20]
+    expected = reference_logits(model, text) if kind is torch.float64 else model(torch.tensor([text])).logits[0]
+    bound = (1e-11 if kind is torch.float64 else 1e-4) * float(expected.detach().abs().max())
+    torch.testing.assert_close(logits_of(target, text), expected.detach(), rtol=0, atol=bound)
