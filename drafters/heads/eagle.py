@@ -33,7 +33,6 @@ from specdec.drafter import Context
 from specdec.native.library import library
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.later import Later
 from specdec.step.tree import Draft
 from specdec.target import Target
 
@@ -186,7 +185,7 @@ class EagleSession(UnreadSession):
             return self._guess.logits[depth].expand(len(level), -1)
         if depth:
             states = rows_at(self._guess.states, [above.index(shape.parents[row]) for row in level])
-            step = self._own.draft_rows(level, shape.parents, Later(tokens))
+            step = self._own.draft_rows(level, shape.parents, tokens)
             self._guess = yield Pass(self._drafter.guess, Nodes(step, states=states, asked=len(level)))
         return self._guess.logits
 

@@ -35,7 +35,6 @@ from specdec.errors import CheckpointError, ConfigError
 from specdec.models.names import model_source
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.later import Later
 from specdec.step.step_io import StepInput
 from specdec.target import Target
 
@@ -254,7 +253,7 @@ class MtpSession(UnreadSession):
         level = shape.levels[depth]
         if depth:
             states = torch.cat([self._states[shape.parents[row]] for row in level])
-            step = self._own.draft_rows(level, shape.parents, Later(tokens))
+            step = self._own.draft_rows(level, shape.parents, tokens)
             yield from self._run(Nodes(step, states=states, asked=len(level)), level)
         assert self._logits is not None
         return self._logits

@@ -157,7 +157,7 @@ class MtpStep:
         weights, own = self._weights, self._layers[place]
         both = [norm(part) for norm, part in zip(weights.norms[place], (embedded, before), strict=True)]
         hidden = weights.joins[place](torch.cat(both[::-1] if self._hidden_first else both, -1))
-        mix = partial(stored_and_attended, rows, 0, own.attention)
+        mix = partial(stored_and_attended, rows, 0, own.attention, weights.layers[place].sinks)
         hidden = layer(own, weights.layers[place], hidden, self._ropes.of(own.attention.rope, rows), mix)
         last_norm = weights.last[place]
         states = hidden if last_norm is None else last_norm(hidden)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from drafters.shared.scored_tree import Guesses, ScoredTree
+from specdec.step.tree import Draft
 
 __all__ = ["Settled", "settle"]
 
@@ -23,14 +24,19 @@ class Settled:
         parents, depths: one per row.
         chances: per row, probability that it is right where its parent is.
         levels: for each level below the root, the rows behind which it is guessed.
-        tokens: of the rows, once they are drafted; a device may still be computing them.
+        draft: with the rows' tokens, once they are drafted.
     """
 
     parents: list[int]
     depths: list[int]
     chances: list[float]
     levels: list[list[int]]
-    tokens: Sequence[int] = ()
+    draft: Draft | None = None
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Of the rows; waits for a device where the engine has not read them."""
+        return () if self.draft is None else self.draft.on_host().tokens
 
     def children(self, row: int) -> list[int]:
         """The rows behind a row, the first rank first."""

@@ -17,7 +17,6 @@ from specdec.drafter import Context
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.forward_passes import Passes
-from specdec.step.later import Later
 from specdec.step.tree import Draft, Hints
 
 __all__ = ["UnreadSession", "rows_at"]
@@ -58,8 +57,9 @@ class UnreadSession(HeadSession):
             tokens.append(self._vocabulary.tokens_at(numbers[0] if len(numbers) == 1 else torch.cat(numbers)))
             above, first = level, shape.children(level[0])[0]
         self._passes = 1 if self._at_once else len(shape.levels)
-        self._grown, shape.tokens = shape, Later(torch.cat(tokens))
-        return Draft(shape.tokens, shape.parents, q=q, hints=Hints(chances=shape.chances, cost=self._cost))
+        hints = Hints(chances=shape.chances, cost=self._cost)
+        self._grown, shape.draft = shape, Draft((), shape.parents, q=q, hints=hints, on_device=torch.cat(tokens))
+        return shape.draft
 
     def _logits_there(
         self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor

@@ -26,7 +26,6 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.verify import Verdict, match, verifier_for, verify
 from specdec.step import device_copies
 from specdec.step.forward_passes import Passes, waiting_for
-from specdec.step.later import Later
 from specdec.step.step_io import NOTHING, StepInput, Wanted
 from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
@@ -225,8 +224,8 @@ class SequenceState:
     def _scheduled(self, draft: Draft, taps: Collection[int], top_k: int, *, asked: bool = False) -> ScheduledRows:
         """A draft as rows of a forward; ``asked``: of the session."""
         context, sampler = self.context, self._sampler
-        if type(draft.tokens) is Later and (sampler.reads_drafts or not self._apart):
-            draft = draft.on_host()
+        if draft.on_device is not None and (sampler.reads_drafts or not self._apart):
+            draft.on_host()
         scored, draws, decide, accept = draft.scored_rows(), None, None, None
         unread: Sequence[Sequence[int] | None] = ()
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
@@ -236,7 +235,8 @@ class SequenceState:
             unread = (sampler.unread if self._reads else None,)
         logits = None if scored is None else np.array(scored, dtype=np.int64)
         wanted = Wanted(logits, top_k, taps, draws, decide, accept, unread)
-        step = StepInput.of(context.cache, draft.tokens, draft.tree, wanted=wanted, entering=draft.entry)
+        tokens = draft.tokens if draft.on_device is None else draft.on_device
+        step = StepInput.of(context.cache, tokens, draft.tree, wanted=wanted, entering=draft.entry)
         return ScheduledRows(self, step, draft, asked, self._reads)
 
     def _row_budget(self, load: BatchLoad, resting: Rest) -> int:
@@ -254,7 +254,7 @@ class SequenceState:
         """Begin to verify a draft on a device; returns the tensors whose numbers ``verify`` reads besides argmax."""
         draft, reader = rows.draft, self._reader if rows.asked else None
         assert draft is not None
-        if self._by_argmax and reader is None and type(draft.tokens) is not Later:
+        if self._by_argmax and reader is None and draft.on_device is None:
             return []
         rows.verifying = verifying(draft, rows.step, output, self._sampler, reader)
         return next(rows.verifying)

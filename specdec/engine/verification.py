@@ -18,7 +18,6 @@ import torch
 from specdec.drafter import DeviceStep, ReadbackSession
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.verify import Verdict, longest, match, place_of, reject, rejecting, verifier_for
-from specdec.step.later import Later
 from specdec.step.step_io import StepInput
 from specdec.step.step_output import StepOutput, finite_argmax
 from specdec.step.tree import Draft
@@ -55,7 +54,6 @@ def verifying(
     ``sampler``: one that ``takes_together``. ``session``: what reads numbers back; None for none.
     """
     rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
-    late = draft.tokens if type(draft.tokens) is Later else None
     drawn = rule is match and sampler.draws_there and output.picked is not None  # with the logits
     own, read, judge = None, list[torch.Tensor](), None
     if (sampler.sample or sampler.processors) and not drawn:
@@ -64,13 +62,13 @@ def verifying(
     if rule is not match:
         read, judge = (rejecting if rule is reject else _typical)(draft, output, sampler)
     asked = None if session is None or rule is not match else session.readback(_ended(step, output, own, drawn))
-    tensors = [own, *read, None if late is None else late.tensor, asked]
+    tensors = [own, *read, draft.on_device, asked]
     numbers = iter((yield [tensor for tensor in tensors if tensor is not None]))
     if own is not None:
         output.own = next(numbers)
     judged = [next(numbers) for _ in read]
-    if late is not None:
-        late.known(next(numbers))
+    if draft.on_device is not None:
+        draft.on_host(next(numbers))
     verdict = rule(draft, output, sampler) if judge is None else judge(judged)
     verdict.readback = next(numbers, None)
     return verdict

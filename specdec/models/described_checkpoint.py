@@ -24,8 +24,8 @@ from specdec.decoder.weights.quantised import METHODS, QuantisedSource, method_o
 from specdec.decoder.weights.safetensors import SafetensorsSource
 from specdec.decoder.weights.source import Source
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, shown, told
-from specdec.execute.native import why_not
-from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
+from specdec.execute.native_layers import why_not
+from specdec.models.folders import refuse_adapter, refuse_integers, refuse_others, remedy_for
 from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
 from specdec.models.gguf_source import GGUF_NAMES, GgufSource, kept_as
 from specdec.models.gguf_tensors import check_known, check_read
@@ -39,6 +39,7 @@ __all__ = ["DescribedCheckpoint"]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _AROUND_TEXT = ("gemma3", "got_ocr2", "internvl", "llava", "llava_next", "mistral3", "moss_transcribe_diarize")
 """Models of images, sounds and texts that do to texts alone what their text decoder does."""
+_FOLDER = "no GGUF file of such a model is read: load the model's folder of safetensors"
 _WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
 
 
@@ -104,6 +105,8 @@ class DescribedCheckpoint:
                 return _of_gguf(place, wanted)
             return _of_folder(place, wanted, trust_remote_code)
         except UnknownDecoder as unknown:
+            if is_gguf(place):
+                raise CheckpointError(f"{unknown}, and {_FOLDER}") from unknown
             return str(unknown)
         except SpecdecError:
             raise
@@ -170,7 +173,7 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
     refuse_adapter(folder)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     text: Any = config.get_text_config()
-    refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=text.model_type in FAMILIES)
+    refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=True)
     check_sizes(config.to_dict(), wanted.path)
     take_long_factors(vars(config.get_text_config()), wanted.max_model_len)
     if trust_remote_code and getattr(config, "auto_map", None):
@@ -201,6 +204,7 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
         source, quantised, why = SafetensorsSource(folder), None, None
         refuse_integers(folder)
         dtype = wanted.dtype or config.dtype or text.dtype or source.dtype
+    refuse_others(folder, config, source.shapes)
     if dtype not in _DTYPES:
         return f"its dtype {shown(dtype)} is none in which described decoders compute"
     generation = GenerationConfig.from_model_config(config)

@@ -20,8 +20,9 @@ from specdec.runners.memory_pages import release_pages
 __all__ = ["GGUF_NAMES", "GgufSource", "kept_as", "undone"]
 
 _MXFP4, _Q5_0 = 39, 6  # ggml's numbers; blocks of the latter hold those of the former
-_NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
+_NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "mistral3")
 """Architectures whose files have values that turn together beside each other; transformers: half a head apart."""
+_EXPERTS_BIAS, _ONE_ROW = "_exps.bias", ".ffn_gate_inp_shexp.weight"
 _OFFSET = ("gemma", "gemma2", "gemma3")
 """Those whose files have norms with the 1 that is added to their weights."""
 
@@ -45,12 +46,14 @@ GGUF_NAMES = Names(
                 },
                 **{"experts.gate": "ffn_gate_exps.{expert}", "experts.up": "ffn_up_exps.{expert}"},
                 **{"experts.down": "ffn_down_exps.{expert}"},
+                **{f"shared.{one}": f"ffn_{one}_shexp" for one in ("gate", "up", "down")},
+                **{"shared.router": "ffn_gate_inp_shexp", "attention.sinks": "attn_sinks.weight"},
             }.items()
         },
     },
     prefixes=("",),
     heads=("output",),
-    experts="",
+    experts={},
     ignored=(),
 )
 """What llama.cpp calls a decoder's tensors; experts are numbered here, as a file has those of a layer in one."""
@@ -94,10 +97,11 @@ class GgufSource:
         self._undone = partial(undone, table.architecture, dim)
         factors = factors_read(table.architecture)
         own = [entry for entry in table.entries if entry.name not in factors]
-        self._entries = {entry.name: entry for entry in own if not _is_of_experts(entry)}
-        self._experts = {one.name: one for entry in own if _is_of_experts(entry) for one in _each(entry)}
-        every = {**self._entries, **self._experts}
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(entry.shape) for name, entry in every.items()}
+        every = [entry for entry in own if len(entry.shape) == 3 or entry.name.endswith(_EXPERTS_BIAS)]
+        self._experts = {one.name: one for entry in every for one in _each(entry)}
+        self._entries = {entry.name: _as_matrix(entry) for entry in own if entry not in every}
+        known = {**self._entries, **self._experts}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(entry.shape) for name, entry in known.items()}
         self.strange: Mapping[str, str] = {}
 
     def read(self, name: str) -> torch.Tensor:
@@ -130,8 +134,9 @@ def _mxfp4(rows: np.ndarray) -> BlockTensor | None:
     return Mxfp4Rows(blocks[..., 0], blocks[..., 1:], partial(release_pages, rows)).tensor()
 
 
-def _is_of_experts(entry: TensorEntry) -> bool:
-    return len(entry.shape) == 3 or entry.name.endswith("_exps.bias")
+def _as_matrix(entry: TensorEntry) -> TensorEntry:
+    """A matrix of one row, which a file has flat."""
+    return replace(entry, shape=(1, *entry.shape)) if entry.name.endswith(_ONE_ROW) else entry
 
 
 def _each(entry: TensorEntry) -> list[TensorEntry]:

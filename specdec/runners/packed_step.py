@@ -13,7 +13,6 @@ import torch
 from specdec.runners.rows import TextRows
 from specdec.runners.visibility import bucket
 from specdec.sampling.noise import inverse_bits
-from specdec.step.later import Later
 from specdec.step.step_io import StepInput
 from specdec.step.tree import ancestors
 
@@ -28,7 +27,7 @@ class PackedText(TextRows):
 
     Attributes:
         again: whether such rows come again, so that they are padded to a bucket, and a graph may have them.
-        late: whether the device may still be computing tokens.
+        late: whether its tokens are the device's own, which may still be drawing them.
     """
 
     def __init__(self, step: StepInput, number: int, device: torch.device | None, backend: str) -> None:
@@ -36,7 +35,7 @@ class PackedText(TextRows):
         self.again = step.again[number] and self.rows <= MOST_REPLAYED
         each: Any = step.tokens
         self._tokens: Any = each[number] if type(each) is list else each if step.late else each[self.begins : self.ends]
-        self.late = type(self._tokens) is Later
+        self.late = type(self._tokens) is not np.ndarray
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.step.later import Later
 from specdec.step.step_io import Draws, Entering, Ints, StepInput, Wanted, fixed
 
 __all__ = ["beginning", "joined"]
@@ -32,7 +31,8 @@ def joined(steps: Sequence[StepInput]) -> StepInput:
         depths = np.concatenate([step.depths for step in steps])
     given: list[Any] = [step.entering for step in steps if step.entering is not None]
     layers = [-1 if step.entering is None else step.entering.layer[0] for step in steps] if given else []  # type: ignore[index]
-    numbers: Any = tokens if Later in [type(own) for own in tokens] else np.concatenate(tokens)  # type: ignore[arg-type]
+    on_host = {type(own) for own in tokens} == {np.ndarray}
+    numbers: Any = np.concatenate(tokens) if on_host else tokens
     return StepInput(
         [step.texts[0] for step in steps],
         starts,

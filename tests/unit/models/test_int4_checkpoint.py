@@ -210,7 +210,7 @@ def test_what_falls_back_says_why(
 ) -> None:
     int4_checkpoint(tmp_path)
     if not options:
-        monkeypatch.setattr("specdec.execute.native.library", lambda: None)
+        monkeypatch.setattr("specdec.execute.native_layers.library", lambda: None)
     elif native.library() is None:
         pytest.skip("no C compiler")
     found = DescribedCheckpoint.opened(tmp_path, **{"dtype": "float32", **options})

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from specdec import Draft
 from specdec.step.cache import KVCache
 from specdec.step.joining import beginning, joined
-from specdec.step.later import Later
 from specdec.step.step_io import ALL, NOTHING, Draws, Entering, LayerPlan, Part, StepInput, Wanted
 from tests.property.trees import parent_lists
 
@@ -98,7 +97,7 @@ def test_what_is_wanted_of_several_is_what_each_wants() -> None:
 
 
 def test_tokens_that_a_device_drafted_are_read_when_they_are_asked_for() -> None:
-    steps = [StepInput.of(text(0), [3, 4]), StepInput.of(text(0), Later(torch.tensor([5])))]
+    steps = [StepInput.of(text(0), [3, 4]), StepInput.of(text(0), torch.tensor([5]))]
     assert [step.late for step in steps] == [False, True]
     both = joined(steps)
     assert both.late
