@@ -74,7 +74,8 @@ def mtp_checkpoint(found: MtpTensors, target: Target) -> Checkpoint:
     shapes |= {Weight(_JOIN, number): (size, 2 * size) for number in layers}
     parts = {part: tuple(map(_inside, patterns)) for part, patterns in own.decoder.items()}
     parts |= {part: (f"layers.{{layer}}.{name}",) for part, name in _AROUND.items()}
-    names = replace(own, decoder=parts, prefixes=("",), experts=_inside(own.experts))
+    experts = {part: tuple(map(_inside, patterns)) for part, patterns in own.experts.items()}
+    names = replace(own, decoder=parts, prefixes=("",), experts=experts)
     return Checkpoint(spec, names, TensorSource(found.tensors, repr(str(found.folder))), shapes=shapes)
 
 

@@ -93,14 +93,18 @@ def read_gated(settings: Settings, activation: str = "hidden_act") -> Gated:
 
 
 def read_experts(
-    settings: Settings, count: str, width: str, *, norm: bool | None = None, chosen: Any = None
+    settings: Settings,
+    count: str,
+    width: str,
+    *,
+    norm: bool | None = None,
+    key: str = "num_experts_per_tok",
+    chosen: Any = None,
 ) -> Experts:
-    """``norm``, ``chosen``: where the family has no setting for it, or one of its own."""
-    number, chosen = settings.count(count), settings.count("num_experts_per_tok") if chosen is None else chosen
+    """``norm``: where the family has no setting for it. ``chosen``: of this layer, where ``key`` says it for each."""
+    number, chosen = settings.count(count), settings.count(key) if chosen is None else chosen
     if type(chosen) is not int or not 1 <= chosen <= number:
-        raise CheckpointError(
-            f"{settings.where} says num_experts_per_tok {shown(chosen)}, and has {number} experts; mend it"
-        )
+        raise CheckpointError(f"{settings.where} says {key} {shown(chosen)}, and has {number} experts; mend it")
     norm = bool(settings.get("norm_topk_prob")) if norm is None else norm
     return Experts(read_activation(settings, "hidden_act"), settings.count(width), number, chosen, norm)
 

@@ -283,8 +283,8 @@ def hunyuan_moe(settings: Settings) -> list[Layer]:
     norm, attention, width = read_norm(settings), _normed_after_turning(settings), settings.count("intermediate_size")
     known = dict[int, Layer]()
     for count in each:
-        experts = read_experts(settings, "num_experts", "intermediate_size", norm=True, chosen=count)
-        known.setdefault(count, Layer(attention, replace(experts, shared=width), (norm, norm)))
+        own = read_experts(settings, "num_experts", "intermediate_size", norm=True, key="moe_topk", chosen=count)
+        known.setdefault(count, Layer(attention, replace(own, shared=width), (norm, norm)))
     return [known[count] for count in each]
 
 

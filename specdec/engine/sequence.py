@@ -226,15 +226,17 @@ class SequenceState:
         context, sampler = self.context, self._sampler
         if draft.on_device is not None and (sampler.reads_drafts or not self._apart):
             draft.on_host()
-        scored, draws, decide, accept = draft.scored_rows(), None, None, None
+        scored, draws, accept = draft.scored_rows(), None, None
+        decides: Sequence[bool] = ()
         unread: Sequence[Sequence[int] | None] = ()
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
             draws = self._drawing
         if self._apart:
-            decide, accept = may_accept(draft, sampler, walks=asked and self._reader is not None)
+            accept, alone = may_accept(draft, sampler, walks=asked and self._reader is not None)
+            decides = (True,) if alone else ()
             unread = (sampler.unread if self._reads else None,)
         logits = None if scored is None else np.array(scored, dtype=np.int64)
-        wanted = Wanted(logits, top_k, taps, draws, decide, accept, unread)
+        wanted = Wanted(logits, top_k, taps, draws, accept, decides, unread)
         tokens = draft.tokens if draft.on_device is None else draft.on_device
         step = StepInput.of(context.cache, tokens, draft.tree, wanted=wanted, entering=draft.entry)
         return ScheduledRows(self, step, draft, asked, self._reads)

@@ -128,15 +128,15 @@ class GgufSource:
         """Nothing: what was read is no view of the file."""
 
 
+def _as_matrix(entry: TensorEntry) -> TensorEntry:
+    """A matrix of one row, which a file has flat."""
+    return replace(entry, shape=(1, *entry.shape)) if entry.name.endswith(_ONE_ROW) else entry
+
+
 def _mxfp4(rows: np.ndarray) -> BlockTensor | None:
     """Rows [out, bytes] of blocks of MXFP4 in those of integers."""
     blocks = rows.reshape(len(rows), -1, 17)
     return Mxfp4Rows(blocks[..., 0], blocks[..., 1:], partial(release_pages, rows)).tensor()
-
-
-def _as_matrix(entry: TensorEntry) -> TensorEntry:
-    """A matrix of one row, which a file has flat."""
-    return replace(entry, shape=(1, *entry.shape)) if entry.name.endswith(_ONE_ROW) else entry
 
 
 def _each(entry: TensorEntry) -> list[TensorEntry]:

@@ -68,8 +68,8 @@ def _of_described(found: DescribedCheckpoint, device_map: Any, *, split: bool) -
     parts = dict[str, list[torch.Tensor]]()
     for weight in checkpoint.shapes:
         if weight.expert is None and checkpoint.has(weight):
-            kind = torch.float32 if weight.kind == CHOICE else found.dtype  # as its class keeps it
-            own = checkpoint.as_named(weight)(checkpoint.read(weight)).to(kind)
+            dtype = torch.float32 if weight.kind == CHOICE else found.dtype  # as its class keeps it
+            own = checkpoint.as_named(weight)(checkpoint.read(weight)).to(dtype)
             parts.setdefault(checkpoint.names.own(weight), []).append(own)
     weights = {name: own[0] if len(own) == 1 else torch.cat(own) for name, own in parts.items()}
     for layer in range(len(checkpoint.spec.layers)):

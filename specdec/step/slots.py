@@ -25,6 +25,7 @@ class ContiguousSlots(LayerState):
 
     def __init__(self, spec: LayerSpec, layers: int, limit: int) -> None:
         self.window, self.limit, self.first, self.device = spec.window, limit, 0, spec.device
+        self.slot_bytes = layers * spec.slot_bytes
         self.reserves = spec.window is not None  # of a ring rows overwrite the oldest positions
         shape = layers, 1, spec.heads, min(limit, _START)
         sizes = spec.key_dim, spec.value_dim
@@ -33,10 +34,6 @@ class ContiguousSlots(LayerState):
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.nbytes // self.size
 
     def place(self, layer: int) -> tuple[int, ...]:
         """The addresses of keys and values, and the number of slots."""

@@ -258,5 +258,5 @@ def _ordered(weight: Weight, order: torch.Tensor, found: torch.Tensor) -> torch.
 
 def _interleaved(parts: int, every: torch.Tensor) -> torch.Tensor:
     """What is fused of all experts [E, outputs, inputs], or their biases, as of :class:`Names.interleaved`."""
-    rows = every.unflatten(1, (parts, -1)).transpose(1, 2).flatten(1, 2)
+    rows = every.reshape(len(every), parts, -1, *every.shape[2:]).transpose(1, 2).flatten(1, 2)
     return rows.transpose(1, 2) if rows.ndim == 3 else rows

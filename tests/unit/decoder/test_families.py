@@ -157,6 +157,14 @@ def test_more_experts_than_there_are() -> None:
         spec_of_config(config_of("mixtral", num_experts_per_tok=9))
 
 
+def test_layers_that_choose_more_experts_than_others() -> None:
+    spec = spec_of_config(config_of("hunyuan_v1_moe", moe_topk=[1, 3, 1]))
+    assert [layer.mlp.chosen for layer in spec.layers if isinstance(layer.mlp, Experts)] == [1, 3, 1]
+    for moe_topk, says in ([1, 7, 1], "says moe_topk 7, and has 6 experts"), ([1], "has 3 layers and says moe_topk"):
+        with pytest.raises(CheckpointError, match=says):
+            spec_of_config(config_of("hunyuan_v1_moe", moe_topk=moe_topk))
+
+
 def test_a_description_needs_no_torch() -> None:
     asked = "import sys, specdec.decoder.families; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
