@@ -40,7 +40,7 @@ class LayersWeights:
         checkpoint: where they are.
         dtype, device: of the computation.
         kernel: makes a product of a weight [out, in] and a bias; what packs weights keeps none of the originals, and
-            leaves quantised ones in their blocks.
+            leaves quantised ones in their blocks. Those of experts stay so on a CPU whatever it is.
         int8: rows that blocks are multiplied with are rounded to bytes.
 
     Attributes:
@@ -58,6 +58,8 @@ class LayersWeights:
     ) -> None:
         self._checkpoint, self._dtype, self._device, self._kernel = checkpoint, dtype, device, kernel
         self._int8 = int8
+        # Experts in blocks stay so in torch as well: few of them run for a row, and they are most of a model.
+        self._keeps_experts = kernel is PackedWeight or PackedWeight.takes(torch.empty(0, dtype=dtype, device=device))
         self._named = dict[Weight, Callable[[], torch.Tensor]]()
         self._kernels = list[tuple[tuple[Weight, ...], Kernel]]()
         self._own = checkpoint.names.own
@@ -166,7 +168,7 @@ class LayersWeights:
 
     def _in_blocks(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> BlockWeight | None:
         """The product by weights that are all in quantised blocks; None where some are not, or are to be dense."""
-        if self._kernel is not PackedWeight:
+        if self._kernel is not PackedWeight and weights[0].expert is None:
             return None
         blocks = [found for weight in weights if (found := self._checkpoint.blocks(weight)) is not None]
         return BlockWeight(blocks, bias, self._dtype, int8=self._int8) if len(blocks) == len(weights) else None
@@ -200,7 +202,7 @@ class LayersWeights:
     def _packs_experts(self, number: int) -> bool:
         """Whether a layer's experts are in quantised blocks, all of their parts, and are to stay so."""
         first = [Weight(part, number, 0) for parts in FUSED.values() for part in parts]
-        if self._kernel is not PackedWeight or not all(map(self._checkpoint.has, first)):
+        if not self._keeps_experts or not all(map(self._checkpoint.has, first)):
             return False
         return all(self._checkpoint.blocks(weight) is not None for weight in first)
 

@@ -25,7 +25,7 @@ from specdec.decoder.weights.safetensors import SafetensorsSource
 from specdec.decoder.weights.source import Source
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, shown, told
 from specdec.execute.native_layers import why_not
-from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
+from specdec.models.folders import refuse_adapter, refuse_integers, refuse_others, remedy_for
 from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
 from specdec.models.gguf_source import GGUF_NAMES, GgufSource, kept_as
 from specdec.models.gguf_tensors import check_known, check_read
@@ -204,6 +204,7 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
         source, quantised, why = SafetensorsSource(folder), None, None
         refuse_integers(folder)
         dtype = wanted.dtype or config.dtype or text.dtype or source.dtype
+    refuse_others(folder, config, source.shapes)
     if dtype not in _DTYPES:
         return f"its dtype {shown(dtype)} is none in which described decoders compute"
     generation = GenerationConfig.from_model_config(config)

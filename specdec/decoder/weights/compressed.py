@@ -57,23 +57,18 @@ class _Rows(PackedRows):
         bits: int,
         pages: FilePages,
     ) -> None:
-        self._stored, self._scales, self._zeros, self._pages = stored, scales.float(), zeros, pages
+        self._stored, self._scales, self._zeros, self._pages = stored, scales, zeros, pages
         self._inputs, self._bits, self._group = inputs, bits, group
         self.format, self._block = None, group
-        halves = self._scales.half()
-        in_4_bits = bits == 4 and stored.dtype is torch.int32 and torch.equal(halves.float(), self._scales)
-        kind = "INT4" if in_4_bits else "INT8"
+        packed = bits == 4 and stored.dtype is torch.int32
+        self._in_4_bits = packed and torch.equal(scales.half().float(), scales.float())
+        self._narrow = zeros is None or packed  # else an integer less its zero may need a ninth bit
+        kind = "INT4" if self._in_4_bits else "INT8"
         fits = [values for values in _BLOCKS[kind] if inputs % values == 0 and group % values == 0]
-        self._narrow = zeros is None or (bits == 4 and stored.dtype is torch.int32)  # else a byte may lack a bit
         if fits and self._narrow:
             self._block = fits[0]
             self.format = f"{kind}_{self._block}"
-            self._heads = self._scales[..., None]
-            if in_4_bits:
-                middle = torch.full_like(halves, 8)
-                self._heads = torch.stack((halves, middle if zeros is None else middle + zeros), -1)
-            self.shape = len(stored), inputs // self._block * (4 + self._block * (4 if in_4_bits else 8) // 8)
-        self._in_4_bits = in_4_bits
+            self.shape = len(stored), inputs // self._block * (4 + self._block * (4 if self._in_4_bits else 8) // 8)
         self._groups = torch.arange(0, inputs, self._block) // group  # of each block
 
     def __len__(self) -> int:
@@ -81,11 +76,21 @@ class _Rows(PackedRows):
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, last, _ = rows.indices(len(self))
-        heads = self._heads[first:last, self._groups].contiguous().view(torch.uint8)  # [n, blocks, 4]
+        heads = self._heads(first, last).view(torch.uint8)  # [n, blocks, 4]
         codes = self._stored[first:last].contiguous() if self._in_4_bits else self._integers(first, last)
         bodies = codes.view(torch.uint8).view(last - first, len(self._groups), -1)
         packed: np.ndarray = torch.cat((heads, bodies), -1).flatten(1).numpy()
         return packed
+
+    def _heads(self, first: int, last: int) -> torch.Tensor:
+        """[n, blocks, 1] float32, or [n, blocks, 2] float16: scales, and the codes that stand for zero."""
+        scales = self._scales[first:last, self._groups]
+        if not self._in_4_bits:
+            return scales.float()[..., None].contiguous()
+        zeros = torch.full_like(scales, 8, dtype=torch.float16)
+        if self._zeros is not None:
+            zeros += self._zeros[first:last, self._groups]
+        return torch.stack((scales.half(), zeros), -1)
 
     def _integers(self, first: int, last: int) -> torch.Tensor:
         """[n, in] integers, less their zeros: int8, or int16 where these may not be enough."""
@@ -98,11 +103,11 @@ class _Rows(PackedRows):
         return wide - self._zeros[first:last].repeat_interleave(self._group, 1)[:, : self._inputs]
 
     def dense(self, first: int, last: int) -> torch.Tensor:
-        scales = self._scales[first:last].repeat_interleave(self._group, 1)[:, : self._inputs]
+        scales = self._scales[first:last].float().repeat_interleave(self._group, 1)[:, : self._inputs]
         return self._integers(first, last).float() * scales
 
     def release(self) -> None:
-        self._pages.release([self._stored])
+        self._pages.release([self._stored, self._scales])
 
 
 class CompressedTensors(PackedTensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,21 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from specdec import TransformersTarget
+from specdec import Engine, TransformersTarget
 from specdec.decoder.weights.mxfp4 import Mxfp4Rows
 from specdec.decoder.weights.quantised import quantised_source
 from specdec.errors import CheckpointError
 from specdec.native import library as native
 from specdec.runners.block_weight import BlockWeight
 from tests.decoders import reference_logits
+from tests.gguf_families import EXPERTS, shapes_of, write_family
 from tests.models import logits_of, new_model
 from tests.packed_checkpoints import blocks_of, weights_of
 from tests.quantised_files import quantised_file, random_blocks
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 PLACE = "model.layers.0.mlp.experts"
+PARTS = ("gate", "up", "down")
 TEXT = (3, 9, 4, 3, 9, 4, 11, 3, 9) * 4
 
 
@@ -186,3 +189,56 @@ def test_a_folder_of_gpt_oss_is_the_model_of_its_numbers(dtype: str, tmp_path: P
     expected = reference_logits(model, text) if kind is torch.float64 else model(torch.tensor([text])).logits[0]
     bound = (1e-11 if kind is torch.float64 else 1e-4) * float(expected.detach().abs().max())
     torch.testing.assert_close(logits_of(target, text), expected.detach(), rtol=0, atol=bound)
+def gpt_oss(folder: Path) -> Mapping[str, torch.Tensor]:
+    """A folder as gpt-oss's are published; and its dense weights, by transformers' names."""
+    model, random = new_model("gpt_oss", torch.float32, intermediate_size=32), torch.Generator().manual_seed(0)
+    tensors, dense = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in model.state_dict().items():
+        if "experts" in name and tensor.ndim == 3:
+            count, inputs, outputs = tensor.shape
+            shape = count, outputs, inputs // 32
+            tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=random).byte()
+            tensors[f"{name}_scales"] = torch.randint(122, 126, shape, generator=random).byte()
+            own = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+            dense[name] = convert_moe_packed_tensors(*own, dtype=torch.float32)
+        else:
+            tensors[name] = dense[name] = tensor
+    config = {**model.config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return dense
+
+
+def assert_runs_in_blocks(place: Path, dense: Mapping[str, torch.Tensor]) -> None:
+    """In torch, whose experts alone are in blocks; its weights and logits are those of transformers' model."""
+    target = TransformersTarget.from_pretrained(place, dtype="float32")
+    told = str(target.describe()["model"]["weights"])
+    assert target.options["runner"] == "fused"
+    assert "others dequantised: native layers" in told
+    held = [kernel for kernel in blocks_of(target).values() if kernel.parts[0].format.name == "Q5_0"]
+    assert held
+    assert {*weights_of(target)} == {*dense}
+    assert all(torch.equal(weight, dense[name]) for name, weight in weights_of(target).items())
+    theirs = TransformersTarget.from_pretrained(place, dtype="float32", execution="modules")
+    assert all(torch.equal(weight, dense[name]) for name, weight in weights_of(theirs).items())
+    torch.testing.assert_close(logits_of(target, TEXT), logits_of(theirs, TEXT), rtol=1e-4, atol=1e-4)
+    texts = [Engine(target, None, drafter).generate(TEXT, 12).token_ids for drafter in ("none", "lookahead")]
+    assert texts[0] == texts[1]
+
+
+@needs_compiler
+def test_a_folder_of_gpt_oss_runs_in_blocks(tmp_path: Path) -> None:
+    assert_runs_in_blocks(tmp_path, gpt_oss(tmp_path))
+
+
+@needs_compiler
+def test_a_file_of_gpt_oss_runs_in_blocks(tmp_path: Path) -> None:
+    """Experts of gate, up and down are tensors of their own in it."""
+    shapes = {f"blk.{layer}.ffn_{part}_exps.weight": (EXPERTS, 64, 64) for layer in range(9) for part in PARTS}
+    shapes |= {f"blk.{layer}.ffn_{part}_exps.bias": (EXPERTS, 64) for layer in range(9) for part in PARTS}
+    have = {name: shapes[name] for name in shapes_of("gpt-oss") if name in shapes}
+    said = {"expert_feed_forward_length": 64}
+    file = write_family(tmp_path / "a.gguf", "gpt-oss", said, have, experts_in="MXFP4")
+    assert_runs_in_blocks(
+        file, weights_of(TransformersTarget.from_pretrained(file, dtype="float32", execution="modules"))
+    )
