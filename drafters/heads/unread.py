@@ -45,34 +45,22 @@ class UnreadSession(HeadSession):
         yield from self._begin(deepest if shape is None else len(shape.levels))
         if shape is None:  # settled while a device runs the root
             shape = self._settle(most, min(deepest, most))
-        tokens, q, above, first = [self._root], dict[int, torch.Tensor](), [0], 0
+        tokens, q, first = [self._root], dict[int, torch.Tensor](), 0
         for depth, level in enumerate(shape.levels):
             wanted = rows_at(tokens[-1], [row - first for row in level])
-            logits = yield from self._logits_there(shape, depth, above, wanted)
-            values, drawn_from = self._values(logits, depth, level)
+            behind = yield from self._behind(shape, level, Later(wanted))
+            values, drawn_from = self._values(behind.logits.expand(len(level), -1), depth, level)
             if drawn_from is not None:
                 q |= {row: self._vocabulary.spread(own, 0.0) for row, own in zip(level, drawn_from, strict=True)}
             counts = [len(shape.children(row)) for row in level]
             best = values.topk(max(counts)).indices
             numbers = [own[:count] for own, count in zip(best, counts, strict=True)]
             tokens.append(self._vocabulary.tokens_at(numbers[0] if len(numbers) == 1 else torch.cat(numbers)))
-            above, first = level, shape.children(level[0])[0]
+            first = shape.children(level[0])[0]
         self._passes = 1 if self._at_once else len(shape.levels)
-        self._grown, shape.tokens = shape, Later(torch.cat(tokens))
-        return Draft(shape.tokens, shape.parents, q=q, hints=Hints(chances=shape.chances, cost=self._cost))
-
-    def _logits_there(
-        self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor
-    ) -> Passes[torch.Tensor]:
-        """[N, d] logits behind the rows of a level.
-
-        Args:
-            shape: of the draft.
-            depth: of these rows.
-            above: the rows of the level before behind which it was guessed.
-            tokens: int64 [N] of these rows.
-        """
-        raise NotImplementedError
+        drafted = Later(torch.cat(tokens))
+        self._grown, shape.tokens = shape, drafted  # type: ignore[assignment]  # no row is added any more
+        return Draft(drafted, shape.parents, q=q, hints=Hints(chances=shape.chances, cost=self._cost))
 
     def _settle(self, most: int, deepest: int) -> Settled:
         """The shape of a draft, by what became of tokens of each rank in this text."""

@@ -17,8 +17,9 @@ from typing import ClassVar
 
 import torch
 
-from drafters.heads.growing import Behind, GrowingOptions, GrowingSession
+from drafters.heads.growing import Behind, GrowingSession
 from drafters.heads.growth import Growth
+from drafters.heads.options import GrowingOptions
 from drafters.kangaroo.drafter import Kangaroo, KangarooConfig
 from drafters.layer_skip.forward import Skip
 from drafters.layer_skip.search import best_skip, share_of
@@ -191,10 +192,9 @@ class LayerSkipSession(GrowingSession):
         yield from self._run(step)
         self._own.read_text(step)
 
-    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
-        if grown.depths[level[0]]:
-            tokens = [grown.tokens[node] for node in level]
-            yield from self._run(self._own.draft_rows(level, grown.parents, tokens))
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Sequence[int]) -> Passes[Behind]:
+        if tree.depths[level[0]]:
+            yield from self._run(self._own.draft_rows(level, tree.parents, tokens))
         assert self._logits is not None
         return Behind(self._logits)
 
