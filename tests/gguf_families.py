@@ -39,6 +39,8 @@ _PARTS: dict[str, Shapes] = {  # of a layer
         "attn_k.weight": (_PAIRS, WIDTH),
         "attn_v.weight": (_PAIRS, WIDTH),
     },
+    "square attention": {f"attn_{name}.weight": (_QUERIES, WIDTH) for name in ("output", "q", "k", "v")},
+    "square norms": {"attn_q_norm.weight": (_QUERIES,), "attn_k_norm.weight": (_QUERIES,)},
     "stacked attention": {
         "attn_output.weight": (WIDTH, _QUERIES),
         "attn_qkv.weight": (_QUERIES + 2 * _PAIRS, WIDTH),
@@ -129,6 +131,9 @@ FAMILIES = {
     ),
     "glm4": Family(("norms", "later norms", "attention", "stacked")),
     "olmo2": Family(("later norms", "attention", "wide norms", "gated")),
+    "olmoe": Family(
+        ("norms", "square attention", "square norms", "experts"), {**_CHOSEN, "attention.head_count_kv": HEADS}
+    ),
     "command-r": Family(("one norm", "attention", "gated"), {**_LAYER_NORMED, "logit_scale": 0.3}, tied=True),
     "cohere2": Family(
         ("one norm", "attention", "gated"), {**_LAYER_NORMED, **_SLIDES, "logit_scale": 0.3}, layers=5, tied=True

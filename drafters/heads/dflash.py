@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from drafters.heads.block_step import BlockStep
-from drafters.heads.growing import Behind
+from drafters.heads.growing import Behind, Tokens
 from drafters.heads.growth import Growth
 from drafters.heads.head_step import Guess
 from drafters.heads.native_growth import Grown, NativeGrowth, grow_block
@@ -32,7 +32,6 @@ from drafters.shared.own_cache import Nodes
 from specdec.drafter import Context
 from specdec.native.types import CTransitions
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.later import Later
 from specdec.step.tree import Draft
 from specdec.target import Target
 
@@ -138,7 +137,7 @@ class DFlashSession(UnreadSession):
         if self._stays:
             self._root = guess.rows.tokens[0, text : text + 1]
 
-    def _behind(self, tree: Growth, level: Sequence[int], tokens: Sequence[int]) -> Passes[Behind]:
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
         yield from ()
         guess, transitions, depth = self._guess, self._drafter.transitions, tree.depths[level[0]]
         assert guess is not None
@@ -148,8 +147,7 @@ class DFlashSession(UnreadSession):
         states = None
         if transitions.recurrent and depth:
             states = torch.stack([self._states[tree.parents[node]] for node in level])
-        before = tokens.tensor if isinstance(tokens, Later) else tokens
-        said = transitions.said(hidden, logits, before[: len(level)], states, confident=not self._stays)
+        said = transitions.said(hidden, logits, tokens[: len(level)], states, confident=not self._stays)
         if said.states is not None:
             self._states |= dict(zip(level, said.states, strict=True))
         return Behind(said.logits, said.chances)

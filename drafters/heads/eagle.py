@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from drafters.heads.chain_step import ChainStep
-from drafters.heads.growing import WIDTH, Behind
+from drafters.heads.growing import WIDTH, Behind, Tokens
 from drafters.heads.growth import Growth
 from drafters.heads.head_step import Guess
 from drafters.heads.native_growth import Grown, NativeGrowth, Waiting, grow
@@ -173,7 +173,7 @@ class EagleSession(UnreadSession):
         if self._stays:
             self._root = guess.rows.tokens[0, len(features) - 1 : len(features)]
 
-    def _behind(self, tree: Growth, level: Sequence[int], tokens: Sequence[int]) -> Passes[Behind]:
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
         depth = tree.depths[level[0]]
         assert self._guess is not None
         if self._drafter.at_once:  # the distribution does not depend on the tokens above it

@@ -24,7 +24,10 @@ from specdec.sampling.noise import Noise
 from specdec.step.forward_passes import Passes
 from specdec.step.tree import Draft, Hints
 
-__all__ = ["WIDTH", "Behind", "GrowingSession"]
+__all__ = ["WIDTH", "Behind", "GrowingSession", "Tokens"]
+
+Tokens = Sequence[int] | torch.Tensor
+"""Of a level's nodes; where rounds stay on a device, int64 [N] there."""
 
 WIDTH = 8
 """Most rows of a level that are extended."""
@@ -202,8 +205,8 @@ class GrowingSession(BatchedSession):
     def _guessed(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
         return (yield from self._behind(grown, level, [grown.tokens[node] for node in level]))
 
-    def _behind(self, tree: Growth, level: Sequence[int], tokens: Sequence[int]) -> Passes[Behind]:
-        """Guesses behind nodes of one depth, which hold these tokens; they may be ``Later`` where rounds stay."""
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
+        """Guesses behind nodes of one depth, which hold these tokens."""
         raise NotImplementedError
 
     @property

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from drafters.heads.growing import WIDTH, Behind
+from drafters.heads.growing import WIDTH, Behind, Tokens
 from drafters.heads.growth import Growth
 from drafters.heads.head_step import Guess
 from drafters.heads.later_layer import LaterLayer, above_in
@@ -244,7 +244,7 @@ class MtpSession(UnreadSession):
         self._hand_on(0, first, guess.states)
         self._logits, self._states, self._stage = guess.logits, {0: guess.states[-1:]}, 0
 
-    def _behind(self, tree: Growth, level: Sequence[int], tokens: Sequence[int]) -> Passes[Behind]:
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
         depth, most = tree.depths[level[0]], len(self._context.tokens) - 2 - self._anew
         if depth:
             # Each layer starts one token later than the one before, so a short text does not reach all layers, nor
@@ -257,7 +257,7 @@ class MtpSession(UnreadSession):
         assert self._logits is not None
         return Behind(self._logits)
 
-    def _same_layer(self, tree: Growth, level: Sequence[int], tokens: Sequence[int]) -> Passes[None]:
+    def _same_layer(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[None]:
         """Run the same layer for the level's nodes, behind their ancestors in that layer."""
         states = torch.cat([self._states[tree.parents[node]] for node in level])
         if self._stage:

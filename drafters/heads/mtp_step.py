@@ -75,7 +75,8 @@ def mtp_checkpoint(found: MtpTensors, target: Target) -> Checkpoint:
     shapes |= {Weight(_JOIN, number): (size, 2 * size) for number in layers}
     parts = {part: tuple(map(_inside, patterns)) for part, patterns in own.decoder.items()}
     parts |= {part: (f"layers.{{layer}}.{name}",) for part, name in _AROUND.items()}
-    names = replace(own, decoder=parts, prefixes=("",), experts=_inside(own.experts))
+    experts = {part: tuple(map(_inside, patterns)) for part, patterns in own.experts.items()}
+    names = replace(own, decoder=parts, prefixes=("",), experts=experts)
     return Checkpoint(spec, names, TensorSource(found.tensors, repr(str(found.folder))), shapes=shapes)
 
 
@@ -155,7 +156,7 @@ class MtpStep:
         weights, own = self._weights, self._layers[place]
         both = [norm(part) for norm, part in zip(weights.norms[place], (embedded, before), strict=True)]
         hidden = weights.joins[place](torch.cat(both[::-1] if self._hidden_first else both, -1))
-        mix = partial(stored_and_attended, rows, 0, own.attention)
+        mix = partial(stored_and_attended, rows, 0, own.attention, weights.layers[place].sinks)
         hidden = layer(own, weights.layers[place], hidden, self._ropes.of(own.attention.rope, rows), mix)
         last_norm = weights.last[place]
         states = hidden if last_norm is None else last_norm(hidden)

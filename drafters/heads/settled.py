@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from drafters.heads.growth import Growth
 from drafters.shared.scored_tree import Guesses, ScoredTree
+from specdec.step.tree import Draft
 
 __all__ = ["Settled", "settle"]
 
@@ -20,14 +21,15 @@ class Settled(Growth):
 
     Attributes:
         levels: for each level below the root, the rows behind which it is guessed.
-        tokens: of the rows, once they are drafted; a device may still be computing them.
+        draft: with the rows' tokens, once they are drafted.
     """
 
-    __slots__ = ("levels",)
+    __slots__ = ("draft", "levels")
 
     def __init__(self) -> None:
         super().__init__(0)
         self.levels = list[list[int]]()
+        self.draft: Draft | None = None
 
 
 def settle(

@@ -13,11 +13,10 @@ import torch
 from drafters.heads.session import HeadSession
 from drafters.heads.settled import Settled, settle
 from drafters.shared.vocabulary import coupled
-from specdec.drafter import Context
+from specdec.drafter import Context, Observation
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.forward_passes import Passes
-from specdec.step.later import Later
 from specdec.step.tree import Draft, Hints
 
 __all__ = ["UnreadSession", "rows_at"]
@@ -48,7 +47,7 @@ class UnreadSession(HeadSession):
         tokens, q, first = [self._root], dict[int, torch.Tensor](), 0
         for depth, level in enumerate(shape.levels):
             wanted = rows_at(tokens[-1], [row - first for row in level])
-            behind = yield from self._behind(shape, level, Later(wanted))
+            behind = yield from self._behind(shape, level, wanted)
             values, drawn_from = self._values(behind.logits.expand(len(level), -1), depth, level)
             if drawn_from is not None:
                 q |= {row: self._vocabulary.spread(own, 0.0) for row, own in zip(level, drawn_from, strict=True)}
@@ -58,9 +57,14 @@ class UnreadSession(HeadSession):
             tokens.append(self._vocabulary.tokens_at(numbers[0] if len(numbers) == 1 else torch.cat(numbers)))
             first = shape.children(level[0])[0]
         self._passes = 1 if self._at_once else len(shape.levels)
-        drafted = Later(torch.cat(tokens))
-        self._grown, shape.tokens = shape, drafted  # type: ignore[assignment]  # no row is added any more
-        return Draft(drafted, shape.parents, q=q, hints=Hints(chances=shape.chances, cost=self._cost))
+        hints = Hints(chances=shape.chances, cost=self._cost)
+        self._grown, shape.draft = shape, Draft((), shape.parents, q=q, hints=hints, on_device=torch.cat(tokens))
+        return shape.draft
+
+    def observe(self, seen: Observation) -> None:
+        if isinstance(self._grown, Settled) and self._grown.draft is not None:  # which the engine has read by now
+            self._grown.tokens = [*self._grown.draft.on_host().tokens]
+        super().observe(seen)
 
     def _settle(self, most: int, deepest: int) -> Settled:
         """The shape of a draft, by what became of tokens of each rank in this text."""

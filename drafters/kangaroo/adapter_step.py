@@ -16,11 +16,11 @@ from drafters.kangaroo.adapter import Adapter, AdapterTables, adapter_weights
 from drafters.shared.own_cache import Nodes, specs_of
 from specdec.decoder.rope import Angles
 from specdec.execute.layer import keys_values, layer
-from specdec.execute.native import native_layer
+from specdec.execute.native import NativeHead, run_layers, told_rows
+from specdec.execute.native_layers import NativeLayers, Turns, runs_heads_of
 from specdec.execute.norm import RmsNorm
 from specdec.runners.attention import attend_ends
 from specdec.runners.linear import HeadOf, PackedWeight, linear_kernel
-from specdec.runners.native_layers import NativeHead, NativeLayers, runs_heads_of
 from specdec.runners.sent_rows import rows_on
 from specdec.step import device_copies
 from specdec.step.cache import KVCache
@@ -56,13 +56,13 @@ class AdapterStep:
         self._last_norm = target_norm if target_norm is not None and self.config.variant == "none" else own
         self._head = head if adapter.head is None else linear_kernel(adapter.head.weight.detach())
         self._tables = AdapterTables(self.norm.dtype, self.norm.device)
-        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._turns = Turns(self._tables, (self._spec.attention.rope,))
         self._layer: NativeLayers | None = None
         self._native_head: NativeHead | None = None
         width = self._spec.attention.head_dim
         packed = self._parts == Part.BOTH and isinstance(self._weights.qkv, PackedWeight)
         if packed and runs_heads_of(width, self.config.intermediate_size):
-            self._layer = NativeLayers([native_layer(self._spec, self._weights)])
+            self._layer = NativeLayers([self._spec], [self._weights])
             matrix = self._head.packed if isinstance(self._head, HeadOf) else self._head
             if isinstance(matrix, PackedWeight):
                 self._native_head = NativeHead(self.norm, self.config.norm_eps, matrix)
@@ -118,15 +118,8 @@ class AdapterStep:
         """[N, d] logits behind the last rows of each sequence."""
         scored, head = step.last_rows(counts), self._native_head
         reading = None if head is None else head.reading(len(features), np.array(scored), False)
-        hidden, _ = native.run(features, step, *self._turned(step.end), 0, 1, (), by_row=False, reading=reading)
+        hidden, _ = run_layers(native, told_rows(step, self._turns), features, 0, 1, reading=reading)
         if reading is None:
             return self._head(self._last_norm(hidden[scored]))
         assert reading.logits is not None
         return reading.logits
-
-    def _turned(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, positions, d] float32 cosines and signed sines of at least ``end`` positions from 0 on."""
-        if self._turns is None or self._turns[0].shape[1] < end:
-            table = self._tables.whole(self._spec.attention.rope, end)
-            self._turns = table.cos[None].float(), table.signed_sin[None].float()
-        return self._turns

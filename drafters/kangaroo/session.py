@@ -18,7 +18,6 @@ from specdec.drafter import BatchedSession, Context, Observation
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.later import Later
 from specdec.step.step_io import Entering, LayerPlan, StepInput
 from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft, Hints
@@ -40,7 +39,7 @@ class KangarooSession(BatchedSession):
         most = min(self._gamma * drafter.branch, context.max_rows)  # rows below the root
         text = context.prompt_length + context.remaining
         self._own = OwnCache(drafter.adapter.new_cache(text, most + 1))  # a row reads the feature of its own token
-        self._tokens: Sequence[int] = []  # of this round's draft
+        self._draft = Draft.root(context.root)  # this round's
         params = context.sampling
         self._temperature, self._processors = params.temperature, params.processors()
         self._reads_prefix = params.repetition_penalty != 1
@@ -75,9 +74,9 @@ class KangarooSession(BatchedSession):
         self._own.begin()
         self._guessed = []
         tokens: list[int] = [context.root]
-        self._tokens = tokens
         if most < 1:
-            return Draft(tokens, parents)
+            self._draft = Draft(tokens, parents)
+            return self._draft
         if self._reads_prefix:
             self._ids = torch.tensor([context.tokens], device=self._ids.device)
         root: StepOutput = yield self._shallow(tokens, parents, depths)
@@ -92,17 +91,17 @@ class KangarooSession(BatchedSession):
             listed = None if self._draws else self._listed(scores, depths[last])
             if listed is None:
                 shares, places, drawn_from = (self._draw if self._draws else self._rank)(scores[0], depths[last])
-            chosen: Sequence[int]
+            chosen: Any  # tokens, or where they stay on the device a tensor of these
             if self._stays:
                 count, reached = self._unread(reached[0], first, min(left, len(places)))
                 unread.append(drafter.vocabulary.tokens_at(places[:count].clamp(min=0)))
-                chosen, above = Later(unread[-1]), [last] * count
+                chosen, above = unread[-1], [last] * count
             else:
                 if listed is None:
                     # In one copy from the device; a number is exact in float64, too.
                     read = device_copies.reading(torch.cat((places.double(), shares.double())))
                     if self._ahead:
-                        ahead = Later(drafter.vocabulary.tokens_at(places[:1].clamp(min=0)))
+                        ahead = drafter.vocabulary.tokens_at(places[:1].clamp(min=0))
                         hidden = (yield self._shallow(ahead, [*parents, last], [*depths, depths[last] + 1])).out
                     numbers_read = read()
                     listed = [(numbers_read[: len(places)], numbers_read[len(places) :])]
@@ -137,9 +136,10 @@ class KangarooSession(BatchedSession):
             nodes = range(first, first + len(reached))
         cost += (len(features) - 1) * self._shallow_price
         entry = Entering(drafter.exit_layer, torch.cat(features))
-        if self._stays:
-            self._tokens = Later(torch.cat([own.to(self._ids.device) for own in unread]))
-        return Draft(self._tokens, parents, q=q, entry=entry, hints=Hints(cost=cost))
+        there = torch.cat([own.to(self._ids.device) for own in unread]) if self._stays else None
+        known = () if self._stays else tokens
+        self._draft = Draft(known, parents, q=q, entry=entry, hints=Hints(cost=cost), on_device=there)
+        return self._draft
 
     def _unread(self, reached: float, rows: int, most: int) -> tuple[int, list[float]]:
         """How many unread tokens of a guess are verified, and :meth:`_onward` of the first."""
@@ -227,19 +227,20 @@ class KangarooSession(BatchedSession):
             elif self._adapter.config.attends:
                 self._adapter.absorb(features.to(self._adapter.norm.device), own.cache)
             return
-        known = own.commit(seen, self._tokens)
+        tokens = self._draft.on_host().tokens
+        known = own.commit(seen, tokens)
         for row, token in zip(known, seen.tokens, strict=False):
             if row >= len(self._guessed):
                 break
             chance, guess = self._guessed[row]
-            chosen = guess if isinstance(guess, list) else self._tokens[guess]
+            chosen = guess if isinstance(guess, list) else tokens[guess]
             self._ranks.learn(chosen, token)
             self._accepted.learn(1, token in chosen)
             self._likeliest.learn(chance, chosen[:1] == [token])
         own.defer(features, seen.path[len(known) :])
         self._guessed = []
 
-    def _shallow(self, rows: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Pass:
+    def _shallow(self, rows: Sequence[int] | torch.Tensor, parents: Sequence[int], depths: Sequence[int]) -> Pass:
         """These tokens, the draft's last rows, through layers [0, l), into their slots."""
         tree = None if depths[-1] == len(depths) - 1 else (parents, depths)
         step = StepInput.of(self._context.cache, rows, tree, first=len(depths) - len(rows), plan=self._plan)

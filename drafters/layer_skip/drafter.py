@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from drafters.heads.growing import Behind, GrowingSession
+from drafters.heads.growing import Behind, GrowingSession, Tokens
 from drafters.heads.growth import Growth
 from drafters.heads.options import GrowingOptions
 from drafters.kangaroo.drafter import Kangaroo, KangarooConfig
@@ -179,7 +179,7 @@ class LayerSkipSession(GrowingSession):
         yield from self._run(step)
         self._own.read_text(step)
 
-    def _behind(self, tree: Growth, level: Sequence[int], tokens: Sequence[int]) -> Passes[Behind]:
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
         if tree.depths[level[0]]:
             yield from self._run(self._own.draft_rows(level, tree.parents, tokens))
         assert self._logits is not None

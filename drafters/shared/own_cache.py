@@ -142,7 +142,9 @@ class OwnCache:
         self.cache.commit(range(rows - 1))
         self._append(0, -1)
 
-    def draft_rows(self, rows: Sequence[int], parents: Sequence[int], tokens: Sequence[int] | None = None) -> StepInput:
+    def draft_rows(
+        self, rows: Sequence[int], parents: Sequence[int], tokens: Sequence[int] | torch.Tensor | None = None
+    ) -> StepInput:
         """Further rows of the draft, behind the rows that have run.
 
         Args:

@@ -105,7 +105,8 @@ class LayersWeights:
         trim_heap()
         both = (before[0], before[1]), (after[0], after[1]) if after else None
         heads, taps = (self._heads(number, spec.attention), None) if attends else (None, self._taps(number))
-        return LayerWeights(*both, qkv, out, heads, mlp, taps)
+        sinks = Weight("attention.sinks", number, kind="") if attends and spec.attention.sinks else None
+        return LayerWeights(*both, qkv, out, heads, mlp, taps, None if sinks is None else self._alone(sinks))
 
     def _gated(self, part: str, number: int) -> GatedWeights:
         gate_up = self.read_product(Weight(f"{part}.gate", number), Weight(f"{part}.up", number))
@@ -120,7 +121,9 @@ class LayersWeights:
             router = DenseLinear(self._alone(place).to(full))
             bias = self._checkpoint.read(place._replace(kind=CHOICE)).to(self._device, full)
         each = self._experts(number)
-        return ExpertWeights(router, each, bias, self._gated("shared", number) if own.shared else None)
+        shared = self._gated("shared", number) if own.shared else None
+        gate = self.read_product(Weight("shared.router", number)) if own.shared_gate else None
+        return ExpertWeights(router, each, bias, shared, gate)
 
     def read_norm(self, norm: Norm, weight: Weight) -> RmsNorm | LayerNorm:
         """A norm by this weight."""
@@ -132,7 +135,7 @@ class LayersWeights:
     def _alone(self, weight: Weight) -> torch.Tensor:
         """A tensor that nothing is multiplied by as a matrix."""
         found = self._stacked([self._checkpoint.read(weight)])
-        self._named[weight] = partial(_same, found)
+        self._named[weight] = partial(self._checkpoint.as_named(weight), found)
         return found
 
     def _table(self, weight: Weight) -> torch.Tensor | PackedWeight:
@@ -147,7 +150,7 @@ class LayersWeights:
     def read_product(self, *weights: Weight) -> Kernel:
         """The product by these weights, one above the other."""
         biases = [own for weight in weights if self._checkpoint.has(own := weight._replace(kind="bias"))]
-        bias = self._stacked([*map(self._checkpoint.read, biases)]) if biases else None
+        bias = self._optional([*map(self._checkpoint.read, biases)])
         blocks = self._in_blocks(weights, bias) if len(biases) in (0, len(weights)) else None
         kernel = blocks or self._made([*map(self._checkpoint.read, weights)], bias)
         self._kernels.append((weights, kernel))
@@ -182,10 +185,15 @@ class LayersWeights:
                 count = range(self._checkpoint.experts_in(number))
                 own = [self.read_product(*(Weight(one, number, expert) for one in parts)) for expert in count]
             else:
-                own = [self._made(tensors, None) for tensors in self._checkpoint.experts(number, part)]
+                biases = self._checkpoint.experts(number, part, "bias")
+                weights = self._checkpoint.experts(number, part)
+                own = [self._made(tensors, self._optional(next(biases, ()))) for tensors in weights]
                 every = enumerate(own)
                 self._kernels += [(tuple(Weight(one, number, expert) for one in parts), made) for expert, made in every]
-            self._named[Weight(part, number)] = partial(_fused, own)
+            back = self._checkpoint.as_named(Weight(part, number))
+            self._named[Weight(part, number)] = partial(_fused, own, back)
+            if all(one.bias is not None for one in own):
+                self._named[Weight(part, number, kind="bias")] = partial(_fused_biases, own, back)
             each.append(own)
         return [GatedWeights(gate_up, down) for gate_up, down in zip(*each, strict=True)]
 
@@ -209,11 +217,15 @@ class LayersWeights:
         if own.qk_norm is None:
             return None
         query, key = (self._alone(Weight(f"attention.{one}_norm", number)) for one in "qk")
-        if own.norms_all:
+        if own.norms_all or own.norms_own:
             return torch.cat([query, key]).view(-1, 1, own.head_dim)
         stacked = torch.stack([query] * own.heads + [key] * own.kv_heads).unsqueeze(1)
         offset = own.qk_norm.offset
         return stacked.to(torch.promote_types(stacked.dtype, torch.float32)) + offset if offset else stacked
+
+    def _optional(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """As ``_stacked``; None of none."""
+        return self._stacked(tensors) if tensors else None
 
     def _stacked(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One above the other in the decoder's dtype and on its device; one that is so already stays as it is."""
@@ -252,15 +264,16 @@ def _sides(norms: Sequence[Norm | None]) -> Iterator[tuple[Norm | None, str]]:
     return zip(norms, ("attention", "mlp"), strict=False)
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _part(kernel: Kernel, rows: range, back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     return back(rows_of(kernel, rows))
 
 
-def _fused(kernels: Sequence[Kernel]) -> torch.Tensor:
-    """[E, out, in] what products of experts multiply by."""
+def _fused(kernels: Sequence[Kernel], back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What products of experts multiply by, as transformers has it; ``back``: makes it of [E, out, in]."""
     sizes = [len(one.weight) if isinstance(one, DenseLinear) else one.outputs for one in kernels]
-    return torch.stack([rows_of(one, range(size)) for one, size in zip(kernels, sizes, strict=True)])
+    return back(torch.stack([rows_of(one, range(size)) for one, size in zip(kernels, sizes, strict=True)]))
+
+
+def _fused_biases(kernels: Sequence[Kernel], back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Their biases, likewise of [E, out]."""
+    return back(torch.stack([one.bias for one in kernels if one.bias is not None]))

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from specdec.decoder.families import FAMILIES
-from specdec.decoder.weights.quantised import METHODS, method_of
+from specdec.decoder.weights.quantised import GPU_METHODS, METHODS, method_of
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
 from specdec.models.catalog import named_models
 from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
@@ -89,12 +89,12 @@ def load_weights(
         refuse_adapter(place)
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
-        refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=text.model_type in FAMILIES)
+        refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=True)
         check_sizes(config.to_dict(), str(path))
         take_long_factors(vars(text), max_model_len)
         if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
             config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
-        _check_quantised(place, config, spread=spread)
+        _check_quantised(place, config, device, spread=spread)
         if activations == "int8":
             raise ConfigError(
                 "activations='int8' rounds rows that quantised blocks are multiplied with, and "
@@ -166,11 +166,18 @@ def mtp_layers(config: Any) -> range:
     return range(own, own + (layers if type(layers) is int else 0))
 
 
-def _check_quantised(place: Path, config: Any, *, spread: bool) -> None:
+def _check_quantised(place: Path, config: Any, device: Any, *, spread: bool) -> None:
     """Raises CheckpointError where weights are quantised by a method whose packages, which transformers needs, are not
-    installed.
+    installed, or whose modules are none for this device.
     """
-    method = method_of(getattr(config, "quantization_config", None))
+    quantisation = getattr(config, "quantization_config", None)
+    named = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+    if named in GPU_METHODS and not spread and torch.device("cpu" if device is None else device).type == "cpu":
+        raise CheckpointError(
+            f"{str(place)!r} is quantised by {named}, whose modules are run on a GPU alone: say device='cuda', or "
+            f"give a checkpoint that is not quantised, one by {', '.join(METHODS)}, or a GGUF file"
+        )
+    method = method_of(quantisation)
     if method is None or METHODS[method].transformers_loads():
         return
     why = f"its architecture {config.model_type!r} is none of {', '.join(FAMILIES)}"

@@ -24,6 +24,7 @@ KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     *(("native", dtype, _KNOWN) for dtype in ("float32", "bfloat16", "bfloat16")),
     *(("native", method, _INT4) for method in ("gptq", "awq")),
     *(("native", f"bitsandbytes {kind}", ("llama", "qwen2")) for kind in ("nf4", "int8")),
+    *(("native", f"compressed {bits}", _INT4) for bits in (4, 8)),
     *(("native", f"blocks {turn}", BLOCK_FAMILIES) for turn in range(3)),
     *((executor, "float64", ("llama", "mistral", "qwen3")) for executor in ("recorded", "paged")),
     *((executor, "float64", ("llama", "mistral", "gemma3")) for executor in ("ranks", "tensor")),
@@ -119,8 +120,8 @@ def draw(seed: int) -> Case:
     rng, take = random.Random(seed), partial(_turn, seed=seed)
     executor, form, families = take("kind", KINDS)
     if form.startswith("blocks"):
-        form = _turn("blocks", (*FORMATS, "mixed"), 3 * (seed // len(KINDS)) + int(form[-1]))
-    in_bytes = form in (*FORMATS, "mixed", "gptq", "awq", "bitsandbytes int8")
+        form = _turn("blocks", (*FORMATS, "MXFP4", "mixed"), 3 * (seed // len(KINDS)) + int(form[-1]))
+    in_bytes = executor == "native" and form not in ("float32", "bfloat16", "bitsandbytes nf4")
     case = Case(
         seed=seed,
         executor=executor,

@@ -25,8 +25,8 @@ from specdec.drafting.registry import make_drafter
 from specdec.native import library as native
 from tests import heads, seam
 from tests.models import VOCAB, prompt_of
+from tests.other_instructions import level
 from tests.unit.drafters.test_native_chain import SIZE, _wide_heads, target_of
-from tests.unit.native.test_blocks import level
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 __all__ = ["_wide_heads", "level"]
