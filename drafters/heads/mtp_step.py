@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from drafters.heads.chain_step import Guess, Nodes
+from drafters.heads.head_step import Guess
 from drafters.heads.mtp_layout import MtpTensors
+from drafters.shared.own_cache import Nodes, specs_of
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.names import Weight, shapes_of
 from specdec.decoder.rope import RopeTables
@@ -27,7 +28,6 @@ from specdec.execute.weights import LayersWeights
 from specdec.runners.linear import linear_kernel
 from specdec.runners.sent_rows import rows_on
 from specdec.step import device_copies
-from specdec.step.cache import LayerSpec
 from specdec.step.joining import joined
 from specdec.target import Target
 
@@ -46,7 +46,8 @@ def check_described(target: Target) -> None:
     if kind in FAMILIES:
         raise CheckpointError(
             f"mtp runs layers of the target's family by their description, and this {target.name} is run by its own "
-            "forward (execution 'modules'): take a copy of it (Engine.from_model), or load the model from its folder"
+            "forward (execution 'modules'): take a copy of it (Engine.from_model), or load the model from its folder "
+            "without execution='modules', device_map and parallel='tensor'"
         )
     raise CheckpointError(
         f"mtp runs layers of the target's family by their description, and there is none for this {target.name}: its "
@@ -140,10 +141,7 @@ class MtpStep:
         own = (math.prod(shape) for weight, shape in checkpoint.shapes.items() if weight.layer == 0)
         self.weights = target.vocab_size * target.hidden_size + sum(own)
         places = [0] * depth if found.repeated else range(found.layers)
-        mixers = [self._layers[place].attention for place in places]
-        self.specs = [
-            LayerSpec(own.kv_heads, own.head_dim, own.head_dim, own.window, self.device, self.dtype) for own in mixers
-        ]
+        self.specs = specs_of([self._layers[place] for place in places], self.device, self.dtype)
         runs = [partial(self._guess, place) for place in range(found.layers)]
         self.stages = [runs[place] for place in places]
 

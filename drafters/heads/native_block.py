@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from drafters.heads.forward import HeadForward
-from drafters.heads.layers import Linear, embedding_rows
+from drafters.heads.head_step import Linear, embedding_rows
 from drafters.heads.native_parts import NativeParts, packed, packed_head, runs
 from drafters.heads.weights import Block as BlockWeights
 from drafters.shared.layer_weights import product_of

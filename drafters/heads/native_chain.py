@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from drafters.heads.forward import HeadForward
-from drafters.heads.layers import Linear, embedding_rows
+from drafters.heads.head_step import Linear, embedding_rows
 from drafters.heads.native_parts import NativeParts, packed, packed_head, runs
 from drafters.heads.weights import Chain
 from specdec.decoder.rope import RopeTables

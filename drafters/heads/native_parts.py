@@ -8,7 +8,7 @@ import torch
 
 from drafters.heads.config import HeadConfig
 from drafters.heads.forward import HeadForward
-from drafters.heads.layers import Linear
+from drafters.heads.head_step import Linear
 from specdec.decoder.head_spec import HeadSpec
 from specdec.decoder.rope import RopeTables
 from specdec.decoder.spec import Rope

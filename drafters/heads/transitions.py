@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drafters.heads.layers import product
+from drafters.heads.head_step import product
 from drafters.heads.weights import Block
 from specdec.execute.native_layers import address_of
 from specdec.native.library import library

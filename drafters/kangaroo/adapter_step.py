@@ -8,12 +8,12 @@ draft costs little more than reading the weights, so work around the products ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from drafters.kangaroo.adapter import Adapter, AdapterTables, adapter_weights
+from drafters.shared.own_cache import Nodes, specs_of
 from specdec.decoder.rope import Angles
 from specdec.execute.layer import keys_values, layer
 from specdec.execute.native import NativeHead, run_layers, told_rows
@@ -23,13 +23,14 @@ from specdec.runners.attention import attend_ends
 from specdec.runners.linear import HeadOf, PackedWeight, linear_kernel
 from specdec.runners.sent_rows import rows_on
 from specdec.step import device_copies
-from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.cache import KVCache
 from specdec.step.joining import joined
 from specdec.step.step_io import Part, StepInput
 
-__all__ = ["AdapterCache", "AdapterStep", "Nodes"]
+__all__ = ["AdapterStep"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+
 _NOWHERE = Angles(torch.empty(0), torch.empty(0))  # of an adapter without attention
 
 
@@ -67,6 +68,10 @@ class AdapterStep:
                 self._native_head = NativeHead(self.norm, self.config.norm_eps, matrix)
         self.batch_invariant = self._layer is not None
 
+    def new_cache(self, capacity: int, rows: int = 1) -> KVCache:
+        """An empty cache for ``capacity`` tokens, apart from the target's, and a tree of ``rows`` rows behind them."""
+        return KVCache(specs_of([self._spec], self.norm.device, self.norm.dtype), capacity=capacity, rows=rows)
+
     def absorb(self, features: torch.Tensor, cache: KVCache) -> None:
         """Cache keys and values of ``features`` [T, D] as the next T positions."""
         rows, norm = rows_on(self.norm.device, StepInput.of(cache, range(len(features)))), self._weights.before[0]
@@ -84,7 +89,7 @@ class AdapterStep:
         At the begin of a tree, only the last node gets logits; the nodes before it are text. Their queries are not
         needed, as the keys and values of a single layer depend on the features alone.
         """
-        features = [nodes.features for nodes in brought]
+        features = [nodes.features for nodes in brought if nodes.features is not None]
         counts = [one.step.rows if one.step.rows < one.step.tree[-1] else 1 for one in brought]
         rows = features[0] if len(features) == 1 else torch.cat(features)
         step = joined([nodes.step for nodes in brought])
@@ -118,29 +123,3 @@ class AdapterStep:
             return self._head(self._last_norm(hidden[scored]))
         assert reading.logits is not None
         return reading.logits
-
-
-class AdapterCache(KVCache):
-    """Keys and values of one sequence in the adapter, a single layer; its positions are separate from the target's.
-
-    Args:
-        capacity: most tokens that are ever committed.
-        rows: most rows of a tree behind them.
-    """
-
-    def __init__(self, adapter: AdapterStep, capacity: int, rows: int = 1) -> None:
-        own, like = adapter.config.layer.attention, adapter.norm
-        spec = LayerSpec(own.kv_heads, own.head_dim, own.head_dim, None, like.device, like.dtype)
-        super().__init__([spec], capacity=capacity, rows=rows)
-
-
-class Nodes(NamedTuple):
-    """The next nodes of the tree behind a sequence's text, or the root behind further rows of text.
-
-    Attributes:
-        features: [T, D] hidden states at the exit layer.
-        step: the nodes in the adapter's cache; without a tree, they are a chain that ends in the root.
-    """
-
-    features: torch.Tensor
-    step: StepInput

@@ -226,9 +226,9 @@ class TorchExecutor:
         head, own = self._weights.head, self.spec.head
         after = None if own.is_product else partial(_finished, own)
         if tokens is None and dtype is None:
-            return HeadOf(head, after=after)
+            return HeadOf(head, after)
         weight = rows_of(head, range(self.spec.vocab) if tokens is None else tokens)
-        return HeadOf(linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype)), after=after)
+        return HeadOf(linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype)), after)
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:
