@@ -189,6 +189,8 @@ def test_a_folder_of_gpt_oss_is_the_model_of_its_numbers(dtype: str, tmp_path: P
     expected = reference_logits(model, text) if kind is torch.float64 else model(torch.tensor([text])).logits[0]
     bound = (1e-11 if kind is torch.float64 else 1e-4) * float(expected.detach().abs().max())
     torch.testing.assert_close(logits_of(target, text), expected.detach(), rtol=0, atol=bound)
+
+
 def gpt_oss(folder: Path) -> Mapping[str, torch.Tensor]:
     """A folder as gpt-oss's are published; and its dense weights, by transformers' names."""
     model, random = new_model("gpt_oss", torch.float32, intermediate_size=32), torch.Generator().manual_seed(0)
