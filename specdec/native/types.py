@@ -231,7 +231,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "specdec_lay_blocks": [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int],
     "specdec_dequantise": [c_int, c_void_p, c_int64, c_void_p, c_int],
     "specdec_kind": [c_int],
-    "specdec_prefetch": [c_int64, c_int64],
+    "specdec_prefetch": [c_int64, c_int64, c_int64],
     "specdec_read": [c_void_p, c_int64, c_int, c_int, c_int],
     "specdec_multiply": [c_int, c_int, c_int64, c_int],
     "specdec_pairs": [],
