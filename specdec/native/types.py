@@ -27,7 +27,6 @@ __all__ = [
     "CProduct",
     "CRows",
     "CShape",
-    "CSlots",
     "CTransitions",
     "Kind",
     "place_of",
@@ -113,16 +112,6 @@ class CShape(Structure):
     _fields_ = tuple(
         (name, c_int64)
         for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "experts", "half", "gelu", "tiles")
-    )
-
-
-class CSlots(Structure):
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("size", c_int64),
-        ("stride", c_int64),
-        ("window", c_int64),
     )
 
 
