@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from specdec.sampling.sampler import Sampler
 from specdec.settings.parsing import check_positive
 from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
-from specdec.step.later import Later
 from specdec.step.step_io import NOTHING, Wanted
 from specdec.step.tree import Draft, Hints
 from specdec.target import Target, forward_pass
@@ -180,7 +180,7 @@ class DraftModelSession(BatchedSession):
         return self._draft
 
     def observe(self, seen: Observation) -> None:
-        self._own.commit(seen, self._draft.tokens)
+        self._own.commit(seen, self._draft.on_host().tokens)
 
     def _catch_up(self) -> Passes[tuple[torch.Tensor, torch.Tensor]]:
         """[1, V] logits of the root, after the text that the cache lacks; and the root, [1], on the model's device."""
@@ -193,23 +193,24 @@ class DraftModelSession(BatchedSession):
             output = yield forward_pass(self._model, step)
             own.read_text(step, root=last)
             if last:
+                logits = output.given
                 known = read is new or read[-1] == new[-1]
-                there = output.tokens
-                root = there[-1:] if known else torch.tensor(new[-1:], device=there.device)
-                return self._shared(output.logits), root
+                there = known and device_copies.is_apart(logits.device)
+                root = output.tokens[-1:] if there else torch.tensor(new[-1:], device=logits.device)
+                return self._shared(logits), root
 
     def _shared(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft model's logits [R, V'] as [R, V] over the target's tokens; -inf for tokens it does not have."""
         more = self._size - logits.shape[-1]
         return F.pad(logits, (0, more), value=-math.inf) if more else logits
 
-    def _known(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Tokens as the draft model may read them: its last one in the place of each that it does not have."""
+    def _known(self, tokens: Any) -> Any:
+        """Tokens, or a tensor of these, as the draft model may read them: its last one for each that it lacks."""
         last = self._model.vocab_size - 1
         if last + 1 >= self._size:
             return tokens
-        if isinstance(tokens, Later):
-            return Later(tokens.tensor.clamp(max=last))
+        if isinstance(tokens, torch.Tensor):
+            return tokens.clamp(max=last)
         return [min(token, last) for token in tokens]
 
     def _grow(self, logits: torch.Tensor, widths: list[int]) -> Passes[Draft]:
@@ -257,11 +258,12 @@ class DraftModelSession(BatchedSession):
             depths += [depth + 1] * best.numel()
             level = list(range(level[-1] + 1, len(parents)))
             if depth + 1 < len(widths):
-                logits = self._shared((yield self._run(Later(tokens[-1]), parents)).logits)
+                logits = self._shared((yield self._run(tokens[-1], parents)).logits)
                 paths = torch.cat((paths.repeat_interleave(best.shape[1], 0), tokens[-1][:, None]), 1)
-        return Draft(Later(torch.cat(tokens)), parents, q=q, hints=Hints(cost=len(widths) * self._price))
+        hints = Hints(cost=len(widths) * self._price)
+        return Draft((), parents, q=q, hints=hints, on_device=torch.cat(tokens))
 
-    def _run(self, tokens: Sequence[int], parents: Sequence[int]) -> Pass:
+    def _run(self, tokens: Sequence[int] | torch.Tensor, parents: Sequence[int]) -> Pass:
         """The draft's last rows, which hold these tokens, through the model."""
         rows = range(len(parents) - len(tokens), len(parents))
         return forward_pass(self._model, self._own.draft_rows(rows, parents, self._known(tokens)))

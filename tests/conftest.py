@@ -129,11 +129,16 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """How much work a run is, on any number of cores: processes that tests started are counted, too."""
+    """How much work a run is, on any number of cores: processes that tests started are counted, too. And whether GGUF
+    files were compared with llama.cpp, which is the truth about them.
+    """
     # Workers are children as well, and say by themselves what they took.
     own = [resource.RUSAGE_SELF] if _spent in config.stash else [resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN]
     seconds = config.stash.get(_spent, 0.0) + _processor_seconds(*own)
     terminalreporter.write_line(f"{seconds:.0f} seconds of processors, all workers together")
+    skipped = [str(one.longrepr) for one in terminalreporter.stats.get("skipped", ())]
+    if count_of := sum("pip install xllamacpp" in why for why in skipped):
+        terminalreporter.write_line(f"{count_of} tests were skipped, as llama.cpp is not there: pip install xllamacpp")
 
 
 @pytest.fixture(autouse=True, scope="session")

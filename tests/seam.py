@@ -67,7 +67,8 @@ class Text:
     ) -> StepInput:
         """The rows of a forward, see :meth:`run`."""
         if isinstance(tokens, Draft):
-            tokens, parents = tokens.tokens, None if tokens.is_chain else tokens.parents
+            draft, parents = tokens, None if tokens.is_chain else tokens.parents
+            tokens = draft.tokens if draft.on_device is None else draft.on_device
         depths = list[int]()
         for parent in parents or ():
             depths.append(0 if parent < 0 else depths[parent] + 1)

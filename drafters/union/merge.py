@@ -169,7 +169,7 @@ class MergedSession(BatchedSession):
             if not part.active:
                 continue
             left = row_budget - len(tree.needed)
-            part.draft = yield from proposing(part.session, left, part.name, context.target)
+            part.draft = (yield from proposing(part.session, left, part.name, context.target)).on_host()
             if part.draft.entry is not None:
                 raise ConfigError(
                     f"{self._name} cannot take {part.name!r}: its rows enter the target at layer "

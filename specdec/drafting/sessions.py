@@ -11,14 +11,13 @@ import torch
 from specdec.drafter import BatchedSession, Context, Drafter, DraftSession
 from specdec.errors import DraftError, shown
 from specdec.step.forward_passes import Passes
-from specdec.step.later import Later
 from specdec.step.step_io import Entering
 from specdec.step.tree import NO_HINTS, Draft, Hints
 from specdec.target import Target
 
 __all__ = ["check_rows", "propose_at_once", "proposing", "session_of", "top_k_of"]
 
-_INT, _SOUND = {int}, {range, Later}
+_INT = {int}
 
 
 def top_k_of(drafter: Drafter) -> int:
@@ -69,14 +68,14 @@ def propose_at_once(session: DraftSession, row_budget: int, name: str, target: T
 
 def check_rows(draft: Draft, row_budget: int, root: int, name: str, target: Target) -> None:
     """Raises DraftError where a draft breaks a rule that exactness depends on; ``root``: the last emitted token."""
-    tokens = draft.tokens
-    if len(tokens) > row_budget:
+    if len(draft) > row_budget:
         raise DraftError(
-            f"draft has {len(tokens)} rows but {row_budget} slots are free; propose at most `row_budget` rows "
+            f"draft has {len(draft)} rows but {row_budget} slots are free; propose at most `row_budget` rows "
             f"(drafter {name!r}), lower its sizes, or raise the engine's max_rows"
         )
-    if type(tokens) is Later:
+    if draft.on_device is not None:
         return  # a model drew them from the vocabulary, and to check them here would wait for the device
+    tokens = draft.tokens
     if tokens[0] != root:
         raise DraftError(
             f"the draft's root is token {tokens[0]}, the last emitted token is {root}; "
@@ -97,7 +96,7 @@ def _misfit(draft: Draft, target: Target) -> str | None:
     if not isinstance(draft, Draft):
         return f"{_typed(draft)}; it must propose a Draft"
     for what, rows in ("token", draft.tokens), ("parent", draft.parents):
-        if type(rows) not in _SOUND and not _INT.issuperset(map(type, rows)):  # numpy's integers are some, too
+        if type(rows) is not range and not _INT.issuperset(map(type, rows)):  # numpy's integers are some, too
             odd = [row for row in rows if not isinstance(row, Integral) or isinstance(row, bool)]
             if odd:
                 return f"{what} {_typed(odd[0])}; {what}s are integers"

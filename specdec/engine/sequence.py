@@ -26,7 +26,6 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.verify import Verdict, match, verifier_for, verify
 from specdec.step import device_copies
 from specdec.step.forward_passes import Passes, waiting_for
-from specdec.step.later import Later
 from specdec.step.step_io import NOTHING, StepInput, Wanted
 from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
@@ -114,6 +113,7 @@ class SequenceState:
         self._by_argmax = not (self.draws or self._sampler.processors or sampling.acceptance == "typical")
         self._reader = self.session if self._apart and isinstance(self.session, ReadbackSession) else None
         self._forgoes = isinstance(self.session, RestingSession)
+        self._root = Draft.root(0)  # of all plain steps, each of which has its token
         self._missed = False  # whether there is text since the latest draft whose hidden states are not known
         self.scheduled: ScheduledRows | None = None
         self._top, self.logprobs = request.logprobs, list[TokenLogprobs]()
@@ -207,7 +207,8 @@ class SequenceState:
         if row_budget == 1 and context.policy is not None and not self.drafter.plans_rows and context.policy.rests:
             resting = Rest.LONG
         if resting or context.remaining <= 1 or not self._asks:
-            return self._scheduled(Draft.root(context.tokens[-1]), self._taps(resting), self._plain_top_k)
+            self._root.tokens = [context.tokens[-1]]
+            return self._scheduled(self._root, self._taps(resting), self._plain_top_k)
         self._tell_missed()
         if self._batched:
             return self._drafting(row_budget)
@@ -225,18 +226,22 @@ class SequenceState:
     def _scheduled(self, draft: Draft, taps: Collection[int], top_k: int, *, asked: bool = False) -> ScheduledRows:
         """A draft as rows of a forward; ``asked``: of the session."""
         context, sampler = self.context, self._sampler
-        if type(draft.tokens) is Later and (sampler.reads_drafts or not self._apart):
-            draft = draft.on_host()
-        scored, draws, decide, accept = draft.scored_rows(), None, None, None
+        if draft.on_device is not None and (sampler.reads_drafts or not self._apart):
+            draft.on_host()
+        scored, draws, accept = draft.scored_rows() if draft.probes else None, None, None
+        decides: Sequence[bool] = ()
         unread: Sequence[Sequence[int] | None] = ()
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
             draws = self._drawing
         if self._apart:
-            decide, accept = may_accept(draft, sampler, walks=asked and self._reader is not None)
+            accept, alone = may_accept(draft, sampler, walks=asked and self._reader is not None)
+            decides = (True,) if alone else ()
             unread = (sampler.unread if self._reads else None,)
         logits = None if scored is None else np.array(scored, dtype=np.int64)
-        wanted = Wanted(logits, top_k, taps, draws, decide, accept, unread)
-        step = StepInput.of(context.cache, draft.tokens, draft.tree, wanted=wanted, entering=draft.entry)
+        wanted = Wanted(logits, top_k, taps, draws, accept, decides, unread)
+        tokens = draft.tokens if draft.on_device is None else draft.on_device
+        tree = None if draft.is_chain else draft.tree
+        step = StepInput.of(context.cache, tokens, tree, wanted=wanted, entering=draft.entry)
         return ScheduledRows(self, step, draft, asked, self._reads)
 
     def _row_budget(self, load: BatchLoad, resting: Rest) -> int:
@@ -254,7 +259,7 @@ class SequenceState:
         """Begin to verify a draft on a device; returns the tensors whose numbers ``verify`` reads besides argmax."""
         draft, reader = rows.draft, self._reader if rows.asked else None
         assert draft is not None
-        if self._by_argmax and reader is None and type(draft.tokens) is not Later:
+        if self._by_argmax and reader is None and draft.on_device is None:
             return []
         rows.verifying = verifying(draft, rows.step, output, self._sampler, reader)
         return next(rows.verifying)

@@ -18,7 +18,6 @@ import torch
 from specdec.drafter import DeviceStep, ReadbackSession
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.verify import Verdict, longest, match, place_of, reject, rejecting, verifier_for
-from specdec.step.later import Later
 from specdec.step.step_io import StepInput
 from specdec.step.step_output import StepOutput, finite_argmax
 from specdec.step.tree import Draft
@@ -31,20 +30,20 @@ Verifying = Generator[list[torch.Tensor], list[list[Any]], Verdict]
 Marks = npt.NDArray[np.bool_] | None  # [T]
 
 
-def may_accept(draft: Draft, sampler: Sampler, *, walks: bool) -> tuple[Marks, Marks]:
-    """The rows that ``match`` may accept, as ``decide`` and ``accept`` of :class:`specdec.step.step_io.Wanted`.
+def may_accept(draft: Draft, sampler: Sampler, *, walks: bool) -> tuple[Marks, bool]:
+    """The rows that ``match`` may accept, and whether the executor decides, as by :class:`specdec.step.step_io.Wanted`.
 
-    The first, where argmax or draws at a temperature alone decide, so that the executor may; the second, where
-    processors do and a session asks for the path (``walks``).
+    It does where argmax or draws at a temperature alone decide. Where processors do, rows are marked only if a session
+    asks for the path (``walks``).
     """
     if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
-        return None, None
+        return None, False
     alone = sampler.draws_there if sampler.sample else not sampler.processors
     if not (alone or walks):
-        return None, None
+        return None, False
     rows = np.ones(len(draft), dtype=np.bool_)
     rows[[*draft.probes]] = False
-    return (rows, None) if alone else (None, rows)
+    return rows, alone
 
 
 def verifying(
@@ -55,7 +54,6 @@ def verifying(
     ``sampler``: one that ``takes_together``. ``session``: what reads numbers back; None for none.
     """
     rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
-    late = draft.tokens if type(draft.tokens) is Later else None
     drawn = rule is match and sampler.draws_there and output.picked is not None  # with the logits
     own, read, judge = None, list[torch.Tensor](), None
     if (sampler.sample or sampler.processors) and not drawn:
@@ -64,13 +62,13 @@ def verifying(
     if rule is not match:
         read, judge = (rejecting if rule is reject else _typical)(draft, output, sampler)
     asked = None if session is None or rule is not match else session.readback(_ended(step, output, own, drawn))
-    tensors = [own, *read, None if late is None else late.tensor, asked]
+    tensors = [own, *read, draft.on_device, asked]
     numbers = iter((yield [tensor for tensor in tensors if tensor is not None]))
     if own is not None:
         output.own = next(numbers)
     judged = [next(numbers) for _ in read]
-    if late is not None:
-        late.known(next(numbers))
+    if draft.on_device is not None:
+        draft.on_host(next(numbers))
     verdict = rule(draft, output, sampler) if judge is None else judge(judged)
     verdict.readback = next(numbers, None)
     return verdict
@@ -105,7 +103,7 @@ def _process(draft: Draft, output: StepOutput, sampler: Sampler) -> list[int]:
 def _ended(step: StepInput, output: StepOutput, own: torch.Tensor | None, drawn: bool) -> DeviceStep:
     """What a session may read of the step; ``own``: the target's token after each row, where it was decided apart."""
     picked = output.picked
-    if step.wanted.decide is not None and picked is not None:
+    if any(step.wanted.decides) and picked is not None:
         walked = picked[0, 2:]
     else:
         decided = output.argmax_there if picked is None or not drawn else picked[:, 1]

@@ -13,7 +13,6 @@ import torch
 from specdec.runners.rows import TextRows
 from specdec.runners.visibility import bucket
 from specdec.sampling.noise import inverse_bits
-from specdec.step.later import Later
 from specdec.step.step_io import StepInput
 from specdec.step.tree import ancestors
 
@@ -28,7 +27,7 @@ class PackedText(TextRows):
 
     Attributes:
         again: whether such rows come again, so that they are padded to a bucket, and a graph may have them.
-        late: whether the device may still be computing tokens.
+        late: whether its tokens are the device's own, which may still be drawing them.
     """
 
     def __init__(self, step: StepInput, number: int, device: torch.device | None, backend: str) -> None:
@@ -36,7 +35,7 @@ class PackedText(TextRows):
         self.again = step.again[number] and self.rows <= MOST_REPLAYED
         each: Any = step.tokens
         self._tokens: Any = each[number] if type(each) is list else each if step.late else each[self.begins : self.ends]
-        self.late = type(self._tokens) is Later
+        self.late = type(self._tokens) is not np.ndarray
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
@@ -47,8 +46,8 @@ class PackedText(TextRows):
     @property
     def decide(self) -> npt.NDArray[np.bool_] | None:
         """[T] rows that may be accepted, where the device is to decide what is; else None."""
-        decide = self._step.wanted.decide
-        return None if decide is None or not decide[self.begins] else decide[self.begins : self.ends]
+        accept, decides = self._step.wanted.accept, self._step.wanted.decides
+        return accept[self.begins : self.ends] if accept is not None and decides and decides[self.number] else None
 
     @property
     def draws(self) -> tuple[int, int]:
@@ -61,9 +60,8 @@ class PackedText(TextRows):
     def asked(self) -> Arrays:
         """What verification reads there: its rows with logits, those that may be accepted, and text."""
         wanted, found = self._step.wanted, Arrays()
-        marks = wanted.decide if self.decide is not None else wanted.accept
-        if marks is not None and marks[self.begins]:
-            found["accept"] = marks[self.begins : self.ends]
+        if wanted.accept is not None and wanted.accept[self.begins]:
+            found["accept"] = wanted.accept[self.begins : self.ends]
         if wanted.logits is not None:
             first, last = np.searchsorted(wanted.logits, (self.begins, self.ends))
             if 0 < last - first < self.rows:

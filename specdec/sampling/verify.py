@@ -29,7 +29,6 @@ from specdec.sampling.noise import Noise
 from specdec.sampling.sampler import Sampler
 from specdec.settings.sampling_params import SamplingParams
 from specdec.step import device_copies
-from specdec.step.later import Later
 from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
 
@@ -170,7 +169,7 @@ class _Traversal:
 
     def __init__(self, draft: Draft, output: StepOutput, sampler: Sampler) -> None:
         self._draft, self._output, self._sampler = draft, output, sampler
-        self._below, self._late = draft.children(), isinstance(draft.tokens, Later)
+        self._below, self._late = draft.children(), draft.on_device is not None
         self.left: dict[int, torch.Tensor] = {}
         self.alphas: dict[int, torch.Tensor] = {}
         self.sums: dict[int, torch.Tensor] = {}
@@ -211,9 +210,8 @@ class _Traversal:
 
 def place_of(draft: Draft, row: int, device: torch.device) -> slice | torch.Tensor:
     """The place of a row's token in [V]; a tensor where a device may still be drawing the token."""
-    if isinstance(draft.tokens, Later):
-        token: torch.Tensor = draft.tokens.tensor[row : row + 1].to(device)
-        return token
+    if draft.on_device is not None:
+        return draft.on_device[row : row + 1].to(device)
     return slice(draft.tokens[row], draft.tokens[row] + 1)
 
 

@@ -1,7 +1,7 @@
 """Copies between host and device: one into the device before a forward, one out after it, as each costs a launch more.
 
 A copy in is asynchronous, from pinned memory. A copy out waits for the device, so a step makes one. Tokens that a
-device drafts need not be known on the host before they are verified (:class:`specdec.step.later.Later`).
+device drafts need not be known on the host before they are verified (``on_device`` of a draft).
 """
 
 from __future__ import annotations

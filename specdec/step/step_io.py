@@ -22,9 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.step.later import Later
-
-if TYPE_CHECKING:  # neither this file nor what it imports needs torch
+if TYPE_CHECKING:  # this file needs no torch
     from specdec.step.cache import KVCache
 
 __all__ = [
@@ -40,6 +38,9 @@ __all__ = [
     "Wanted",
     "fixed",
 ]
+
+Tokens = Any
+"""int64 [N], of numpy, or a tensor of torch where a device has drawn them."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -111,10 +112,10 @@ class Wanted:
         top_k: how many of each row's largest logits will be read.
         hidden: the layers whose input is returned; ``specdec.FINAL``: what the head reads.
         draws: of the rows with logits, if any may be made together with them.
-        decide: bool [T] the rows that the executor may accept: it walks the tree by its own argmax or draws, and moves
-            the accepted rows together. All rows of a sequence are False where verification decides; None: of all.
-        accept: bool [T] the rows that may be accepted, of sequences whose path is asked for where the logits are, and
-            is not the executor's to decide; None: of none.
+        accept: bool [T] the rows that may be accepted, of sequences whose path is asked for where the logits are; all
+            rows of other sequences are False. None: of none.
+        decides: [B] whether that path is the executor's to decide: it walks the tree by its own argmax or draws, and
+            moves the accepted rows together. Empty where it decides nothing.
         unread: [B] the tokens of each text that its processors read where the logits are, and that are not there yet.
     """
 
@@ -122,8 +123,8 @@ class Wanted:
     top_k: int = 1
     hidden: Collection[int] = ()
     draws: Draws | None = None
-    decide: npt.NDArray[np.bool_] | None = None
     accept: npt.NDArray[np.bool_] | None = None
+    decides: Sequence[bool] = ()
     unread: Sequence[Sequence[int] | None] = ()
 
     @property
@@ -167,7 +168,7 @@ class StepInput:
 
     texts: Sequence[KVCache]
     starts: Sequence[int]
-    tokens: npt.NDArray[np.int64] | Later | Sequence[npt.NDArray[np.int64] | Later]
+    tokens: Tokens | Sequence[Tokens]
     lengths: Sequence[int]
     tree: Sequence[int]
     parents: Ints
@@ -184,7 +185,7 @@ class StepInput:
     def of(
         cls,
         text: KVCache,
-        tokens: Sequence[int] | npt.NDArray[np.int64],
+        tokens: Sequence[int] | Tokens,
         tree: tuple[Sequence[int], Sequence[int]] | None = None,
         *,
         first: int = 0,
@@ -197,7 +198,7 @@ class StepInput:
 
         Args:
             text: what is held of the text.
-            tokens: of the T rows.
+            tokens: of the T rows; an int64 tensor is kept where it is.
             tree: parents and depths of the tree up to the last of these rows, or further; None for a chain.
             first: the first row of the tree that is run; those above it were run before.
             plan, wanted, again: see the attributes.
@@ -213,13 +214,14 @@ class StepInput:
         if tree is not None:
             parents, depths = (np.array(own[:last], dtype=np.int32) for own in tree)
             deepest = max(tree[1][first:last])
+        own: Any = tokens if _is_tensor(tokens) else np.array(tokens, dtype=np.int64)
         if entering is not None:
             layer: Any = entering.layer
             entering = Entering((layer,), (entering.hidden,))
         return cls(
             (text,),
             starts,
-            tokens if type(tokens) is Later else np.array(tokens, dtype=np.int64),
+            own,
             (length,),
             ends,
             parents,
@@ -245,16 +247,21 @@ class StepInput:
 
     @property
     def late(self) -> bool:
-        """Whether a device may still be computing tokens."""
+        """Whether tokens are on a device, which may still be drawing them."""
         return type(self.tokens) is not np.ndarray
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """[T] the tokens on the host; waits for a device that is still computing them."""
+        """[T] the tokens on the host; waits for a device that is still drawing them."""
         tokens: Any = self.tokens
-        if type(tokens) is Later:
-            return np.array(tokens, dtype=np.int64)
-        return np.concatenate(tokens) if type(tokens) is list else tokens
+        if type(tokens) is np.ndarray:
+            return tokens
+        parts = tokens if type(tokens) is list else [tokens]
+        return np.concatenate([np.array(own.tolist() if _is_tensor(own) else own, dtype=np.int64) for own in parts])
+
+
+def _is_tensor(tokens: Any) -> bool:
+    return hasattr(tokens, "data_ptr")  # of torch, which is not imported here
 
 
 @lru_cache(maxsize=256)

@@ -8,14 +8,13 @@ one rule is lookahead's window mask, Medusa's tree, REST's trie and prompt looku
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from specdec.errors import DraftError, first_line, shown
-from specdec.step.later import Later
 from specdec.step.step_io import Entering
 
 __all__ = ["NO_HINTS", "Draft", "DraftBuilder", "Hints", "ancestors"]
@@ -47,8 +46,7 @@ class Draft:
     """The T rows of one step. A draft is not changed once it is made; it is not frozen because that would be slower.
 
     Attributes:
-        tokens: T token ids; ``tokens[0]`` is the root. On a device they may be
-            :class:`specdec.step.later.Later`.
+        tokens: T token ids; ``tokens[0]`` is the root. Empty while they are ``on_device``.
         parents: T row numbers; ``parents[0] == -1`` and ``0 <= parents[i] < i``.
         probes: rows that are computed and never accepted, as a lookahead window's.
         read: probes whose logits the session reads in ``observe``; those of candidates are always computed.
@@ -56,6 +54,8 @@ class Draft:
             in row order. Never set it for children that were chosen (argmax, n-gram): that would bias the output.
         entry: hidden states of rows that already passed the first layers, or None.
         hints: what the drafter knows of the draft's worth.
+        on_device: int64 [T] the tokens, where a drafter drew them on the target's device and none was read. A forward
+            embeds them there; ``tokens`` are filled in with the step's one copy.
 
     Raises:
         DraftError: the rows do not form a tree in topological order, or name rows that do not exist.
@@ -71,6 +71,7 @@ class Draft:
     q: Mapping[int, torch.Tensor] = field(default_factory=dict)
     entry: Entering | None = None
     hints: Hints = NO_HINTS
+    on_device: torch.Tensor | None = None
     depths: list[int] = field(init=False)
     is_chain: bool = field(init=False)
 
@@ -88,9 +89,10 @@ class Draft:
     def _tree(self) -> tuple[list[int], bool]:
         """Each row's depth, and whether the rows are one path; raises DraftError where they are no tree."""
         tokens, parents = self.tokens, self.parents
-        if not tokens or len(tokens) != len(parents) or parents[0] != -1:
+        count = len(tokens) if self.on_device is None else len(self.on_device)
+        if not count or count != len(parents) or parents[0] != -1:
             raise DraftError(
-                f"a draft needs one parent per token and -1 as the root's, got {len(tokens)} tokens and parents "
+                f"a draft needs one parent per token and -1 as the root's, got {count} tokens and parents "
                 f"{list(parents[:8])}; build it with DraftBuilder"
             )
         if type(parents) is range and parents.step == 1:  # from -1, so that each is the row before
@@ -99,14 +101,14 @@ class Draft:
             depths, is_chain = _depths(parents)
         if self.probes or self.read or self.q:
             named = (*self.probes, *self.read, *self.q)
-            if not 0 <= min(named) <= max(named) < len(tokens):
-                raise DraftError(f"probes, read or q name a row outside [0, {len(tokens)})")
+            if not 0 <= min(named) <= max(named) < count:
+                raise DraftError(f"probes, read or q name a row outside [0, {count})")
             if 0 in self.probes:
                 raise DraftError("row 0 is the root and cannot be a probe")
         return depths, is_chain
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.parents)
 
     @classmethod
     def chain(
@@ -120,12 +122,15 @@ class Draft:
         """The root alone; nothing of it has to be checked."""
         made = object.__new__(cls)
         made.tokens, made.parents, made.depths, made.is_chain = [token], _ROOT, [0], True
-        made.probes, made.read, made.q, made.entry, made.hints = frozenset(), (), {}, None, NO_HINTS
+        made.probes, made.read, made.q, made.hints = frozenset(), (), {}, NO_HINTS
+        made.entry = made.on_device = None
         return made
 
-    def on_host(self) -> Draft:
-        """The same draft with its tokens on the host; waits for a device that is still drawing them."""
-        return replace(self, tokens=list(self.tokens)) if type(self.tokens) is Later else self
+    def on_host(self, tokens: Sequence[int] | None = None) -> Draft:
+        """Have the tokens on the host: these, if they were copied already, else by a copy that waits for the device."""
+        if self.on_device is not None:
+            self.tokens, self.on_device = self.on_device.tolist() if tokens is None else tokens, None
+        return self
 
     @property
     def tree(self) -> tuple[Sequence[int], Sequence[int]] | None:

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.heads.chain_step import ChainStep, Guess, Nodes
+from drafters.heads.chain_step import ChainStep
+from drafters.heads.head_step import Guess
 from drafters.heads.loading import load_head
+from drafters.shared.own_cache import Nodes
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec import Engine, TransformersTarget
 from specdec.drafting.registry import make_drafter
 from specdec.errors import SpecdecWarning
 from specdec.step import device_copies
-from specdec.step.later import Later
 from tests import heads, seam
 from tests.launching import Kernels, Recorder, fused, launch
 from tests.models import VOCAB, new_model, prompt_of
@@ -79,11 +80,11 @@ def passes(texts: Texts) -> list[torch.Tensor]:
         two, one = texts.run(*rows)
         for own, size in zip(texts.each, sizes, strict=True):
             own.commit(range(size - 1))
-        siblings = texts.each[0].rows(Later(torch.tensor([3, 7])), [-1, 0, 0], first=1)
+        siblings = texts.each[0].rows(torch.tensor([3, 7]), [-1, 0, 0], first=1)
         (wide,) = texts.run(Nodes(siblings, states=two.states.expand(2, -1), asked=2))
         (chain,) = texts.run(Nodes(texts.each[1].rows([5], first=1), states=one.states))
         deeper = texts.each[0].rows([4, 2, 9], [-1, 0, 0, 1, 2, 2], first=3)
-        last = Nodes(texts.each[1].rows(Later(torch.tensor([8])), first=2), states=chain.states)
+        last = Nodes(texts.each[1].rows(torch.tensor([8]), first=2), states=chain.states)
         texts.run(Nodes(deeper, states=wide.states[[0, 1, 1]], asked=3), last)
         for own in texts.each:
             own.commit([0])

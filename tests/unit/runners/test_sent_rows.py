@@ -15,7 +15,6 @@ from specdec.runners.visibility import bucket
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.joining import joined
-from specdec.step.later import Later
 from specdec.step.step_io import StepInput, Wanted
 from tests import seam
 
@@ -31,7 +30,7 @@ def steps_of(trees: Sequence[Sequence[int]], *, again: bool = True, late: Sequen
         cache.length = 3 * number
         tokens = [10 * number + row for row in range(len(parents))]
         wanted = Wanted(unread=[range(number + 1)] if number % 2 else ())
-        draft = Draft(Later(torch.tensor(tokens)) if number in late else tokens, parents)
+        draft = Draft((), parents, on_device=torch.tensor(tokens)) if number in late else Draft(tokens, parents)
         steps.append(seam.Text(cache).rows(draft, again=again, wanted=wanted))
     return steps
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from specdec import Draft
 from specdec.step.cache import KVCache
 from specdec.step.joining import beginning, joined
-from specdec.step.later import Later
 from specdec.step.step_io import ALL, NOTHING, Draws, Entering, LayerPlan, Part, StepInput, Wanted
 from tests.property.trees import parent_lists
 
@@ -79,7 +78,7 @@ def test_what_is_wanted_of_several_is_what_each_wants() -> None:
     draws = Draws((7,), (0.5,))
     each = [
         Wanted(np.array([1]), 3, (2,)),
-        Wanted(hidden=(1,), draws=draws, decide=np.array([True, False])),
+        Wanted(hidden=(1,), draws=draws, accept=np.array([True, False]), decides=(True,)),
         Wanted(NOTHING.logits, 0, accept=np.array([True, True]), unread=([8, 9],)),
     ]
     steps = [StepInput.of(text(at), [4] * 2, wanted=wanted) for at, wanted in enumerate(each)]
@@ -87,10 +86,9 @@ def test_what_is_wanted_of_several_is_what_each_wants() -> None:
     assert (found.scored, found.top_k, found.hidden, found.nothing) == ([1, 2, 3], 3, {1, 2}, False)
     assert found.draws is not None
     assert (found.draws.start, found.draws.temperature) == ([0, 7, 0], [0, 0.5, 0])
-    assert found.decide is not None
-    assert found.decide.tolist() == [False, False, True, False, False, False]
     assert found.accept is not None
-    assert found.accept.tolist() == [False, False, False, False, True, True]
+    assert found.accept.tolist() == [False, False, True, False, True, True]
+    assert [*found.decides] == [False, True, False]
     assert [*found.unread] == [None, None, [8, 9]]
     assert joined(steps[2:]).wanted is each[2]
     assert joined([StepInput.of(text(at), [4], wanted=NOTHING) for at in range(2)]).wanted.nothing
@@ -98,7 +96,7 @@ def test_what_is_wanted_of_several_is_what_each_wants() -> None:
 
 
 def test_tokens_that_a_device_drafted_are_read_when_they_are_asked_for() -> None:
-    steps = [StepInput.of(text(0), [3, 4]), StepInput.of(text(0), Later(torch.tensor([5])))]
+    steps = [StepInput.of(text(0), [3, 4]), StepInput.of(text(0), torch.tensor([5]))]
     assert [step.late for step in steps] == [False, True]
     both = joined(steps)
     assert both.late

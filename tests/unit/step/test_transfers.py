@@ -32,7 +32,6 @@ from specdec.sampling import processors
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.verify import match
 from specdec.step import device_copies, forward_passes
-from specdec.step.later import Later
 from specdec.step.step_io import StepInput, Wanted
 from specdec.step.step_output import StepOutput
 from specdec.target import run_steps
@@ -391,7 +390,7 @@ def test_masks_of_a_grammar_are_sent_at_once(
     text, expected = steps_of(engine, sampling, None, [Alternating()])
 
     def checked(draft: Draft, *rest: Any) -> Any:
-        assert not isinstance(draft.tokens, Later)
+        assert draft.on_device is None
         return verifying(draft, *rest)
 
     request.getfixturevalue("monkeypatch").setattr(sequence_module, "verifying", checked)
@@ -649,13 +648,11 @@ def test_tokens_that_come_later_are_copied_once(monkeypatch: pytest.MonkeyPatch)
         return tolist(tensor)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    late, told = (Later(torch.tensor([5, 6, 7])) for _ in range(2))
-    draft = Draft(late, (-1, 0, 0))
+    draft, told = (Draft((), (-1, 0, 0), on_device=torch.tensor([5, 6, 7])) for _ in range(2))
     assert (len(draft), draft.depths, copied) == (3, [0, 1, 1], [])
-    assert [*draft.tokens] == [*draft.tokens[:2], 7] == [5, 6, 7]
-    assert copied == [1]
-    told.known([5, 6, 7])
-    assert (told[-1], copied) == (7, [1])
+    assert draft.on_host() is draft.on_host() is draft
+    assert (draft.tokens, draft.on_device, copied) == ([5, 6, 7], None, [1])
+    assert (told.on_host([5, 6, 7]).tokens, told.on_device, copied) == ([5, 6, 7], None, [1])
 
 
 @given(parents=parent_lists(12), data=st.data())
@@ -671,10 +668,10 @@ def test_the_device_walks_as_the_host_does(parents: list[int], data: st.DataObje
     logits = torch.tensor(data.draw(st.lists(st.permutations([0.0, 1.0, 2.0]), min_size=size, max_size=size)))
     scores = StepOutput(logits if rows is None else logits[rows], rows)
     sampler = Sampler(SamplingParams(), [1], 3, torch.device("cpu"))
-    decide, accept = may_accept(draft, sampler, walks=True)
-    assert accept is None
+    accept, alone = may_accept(draft, sampler, walks=True)
+    assert alone
     verdict, asked = match(draft, scores, sampler), None if rows is None else np.array(rows)
-    for wanted in (Wanted(asked, decide=decide), Wanted(asked, accept=decide)):
+    for wanted in (Wanted(asked, accept=accept, decides=(True,)), Wanted(asked, accept=accept)):
         sent = seam.text(target_of("llama")).sent(draft, wanted=wanted)
         assert sent.walk(scores.argmax_there).tolist() == [verdict.path[-1], len(verdict.path) - 1, verdict.tokens[-1]]
 
