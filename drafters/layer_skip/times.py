@@ -81,7 +81,7 @@ def times_of(target: Target) -> Times:
                 return kept.times
     except (OSError, ValueError) as error:
         warnings.warn(f"cannot read {path}: {first_line(error)}; measuring anew", SpecdecWarning, stacklevel=2)
-    times, steady = watched(partial(measure, target), target.device)
+    times, steady = watched(partial(measure, target), target)
     try:
         if steady:
             write_json(path, asdict(_Kept(machine=machine, times=times)))

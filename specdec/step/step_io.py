@@ -23,8 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:  # this file needs no torch
-    import torch
-
     from specdec.step.cache import KVCache
 
 __all__ = [
@@ -42,6 +40,8 @@ __all__ = [
 ]
 
 Ints = npt.NDArray[np.int32]
+Tokens = Any
+"""int64 [T] of numpy on the host, or the tensor of a device where a drafter drew them."""
 
 
 FINAL = -1
@@ -167,7 +167,7 @@ class StepInput:
 
     texts: Sequence[KVCache]
     starts: Sequence[int]
-    tokens: npt.NDArray[np.int64] | torch.Tensor | Sequence[npt.NDArray[np.int64] | torch.Tensor]
+    tokens: Tokens
     lengths: Sequence[int]
     tree: Sequence[int]
     parents: Ints
@@ -184,7 +184,7 @@ class StepInput:
     def of(
         cls,
         text: KVCache,
-        tokens: Sequence[int] | npt.NDArray[np.int64] | torch.Tensor,
+        tokens: Sequence[int] | Tokens,
         tree: tuple[Sequence[int], Sequence[int]] | None = None,
         *,
         first: int = 0,
@@ -213,7 +213,7 @@ class StepInput:
         if tree is not None:
             parents, depths = (np.array(own[:last], dtype=np.int32) for own in tree)
             deepest = max(tree[1][first:last])
-        own: Any = tokens if _is_tensor(tokens) else np.array(tokens, dtype=np.int64)
+        own: Any = tokens if hasattr(tokens, "data_ptr") else np.array(tokens, dtype=np.int64)  # a tensor of torch
         if entering is not None:
             layer: Any = entering.layer
             entering = Entering((layer,), (entering.hidden,))
@@ -256,11 +256,7 @@ class StepInput:
         if type(tokens) is np.ndarray:
             return tokens
         parts = tokens if type(tokens) is list else [tokens]
-        return np.concatenate([np.array(own.tolist() if _is_tensor(own) else own, dtype=np.int64) for own in parts])
-
-
-def _is_tensor(tokens: Any) -> bool:
-    return hasattr(tokens, "data_ptr")  # of torch, which is not imported here
+        return np.concatenate([np.array(own.tolist(), dtype=np.int64) for own in parts])
 
 
 @lru_cache(maxsize=256)
