@@ -192,10 +192,11 @@ class DraftModelSession(BatchedSession):
             output = yield forward_pass(self._model, step)
             own.read_text(step, root=last)
             if last:
+                logits = output.given
                 known = read is new or read[-1] == new[-1]
-                there = output.tokens
-                root = there[-1:] if known else torch.tensor(new[-1:], device=there.device)
-                return self._shared(output.logits), root
+                there = known and self._model.launches
+                root = output.tokens[-1:] if there else torch.tensor(new[-1:], device=logits.device)
+                return self._shared(logits), root
 
     def _shared(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft model's logits [R, V'] as [R, V] over the target's tokens; -inf for tokens it does not have."""

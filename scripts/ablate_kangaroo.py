@@ -34,7 +34,7 @@ from training.data import read_samples
 from training.features import FrozenTarget
 from training.kangaroo import Config, KangarooTraining, new_adapter
 from training.loop import new_accelerator, train
-from training.losses import soft_loss
+from training.losses import Labels
 from training.packing import Batch, pack
 from training.skips import Skips
 
@@ -61,12 +61,12 @@ class Together:
         batch = replace(batch, targets=batch.targets[:: self.every])
         features, states = self.frozen.read(batch)
         with torch.no_grad():
-            wanted = self.frozen.head(states).float()
+            labels = Labels.of(self.frozen.head(states).float())
         total = torch.zeros(())
         for part in self.parts.values():
             early = features[part.adapter.config.exit_layer].float()
             guess = part.adapter(early, batch.positions, self.frozen.head, mask=batch.mask, rows=batch.targets)
-            total = total + soft_loss(guess.float(), wanted)
+            total = total + labels.loss(guess.float()).sum()
         return total * self.every / len(self.parts)
 
     def evaluate(self) -> dict[str, float]:

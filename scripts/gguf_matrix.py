@@ -41,8 +41,8 @@ HEAD = """# GGUF files by architecture
 
 One row for each architecture and setting that was tried with a tiny random file. *KL* is the larger divergence, in
 nats, of the next token's distribution from llama.cpp's on the same file, after a prompt of 3 tokens and one of
-{length}, in float64. In float32 on a CPU, layers run `native` (in C), `fused` (in torch, by their description) or as
-transformers' `modules`. A file that is not read is refused, for the reason given. `mixtral` is a `llama` with experts.
+{length}, in float64. In float32 on a CPU, layers run `native` (in C) or `fused` (in torch), by
+their description. A file that is not read is refused, for the reason given. `mixtral` is a `llama` with experts.
 
 Made by `python scripts/gguf_matrix.py`; the tests hold some rows of each commit to what the script says.
 
@@ -77,6 +77,13 @@ def _biases(family: str) -> dict[str, tuple[int, ...]]:
     return {f"blk.{layer}.{name}.bias": (size,) for layer in layers for name, size in sizes.items()}
 
 
+def _command_r_plus() -> dict[str, tuple[int, ...]]:
+    """The tensors of 64 layers, in which each head has a norm of its own."""
+    own = {name: shape for name, shape in shapes_of("command-r").items() if name.startswith("blk.0.")}
+    own |= {f"blk.0.attn_{one}_norm.weight": (heads, DIM) for one, heads in (("q", HEADS), ("k", KEYS))}
+    return {name.replace("blk.0", f"blk.{layer}"): shape for layer in range(64) for name, shape in own.items()}
+
+
 def _shared_expert(family: str, inner: int) -> dict[str, tuple[int, ...]]:
     shapes = {"gate": (inner, WIDTH), "up": (inner, WIDTH), "down": (WIDTH, inner)}
     layers = range(FAMILIES[family].layers)
@@ -107,6 +114,7 @@ CASES = [
         "phi3", "long factors, as more was asked for", {"rope.scaling.original_context_length": 16}, _FACTORS, CONTEXT
     ),
     Case("granitemoe", "a shared expert", {"expert_shared_feed_forward_length": 48}, _shared_expert("granitemoe", 48)),
+    Case("command-r", "of 64 layers, which norm queries and keys (Command R+)", {"block_count": 64}, _command_r_plus()),
     Case("mistral3", "queries that are not scaled", {"attention.temperature_scale": None}),
     Case("olmo2", "a window (OLMo 3)", {"attention.sliding_window": 8}),
     Case("exaone4", "of 5 layers, which have no windows", {"block_count": 5}, _without("exaone4", 5)),

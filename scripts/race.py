@@ -1,6 +1,9 @@
 """Plain decoding of a GGUF file, and reading of prompts, beside ik_llama.cpp and OpenVINO, by interleaved rounds.
 
-    python scripts/race.py FILE.gguf [FILE.gguf ...] --venvs runs/race
+    python scripts/race.py FILE.gguf [FILE.gguf ...] --venvs runs/race [--ik-llama CHECKOUT]
+
+``--ik-llama`` names a folder of ik_llama.cpp's sources with the libraries that were built there (``cmake -B build
+-DBUILD_SHARED_LIBS=ON && make -C build llama``), which then race beside its wheel.
 
 Each engine has a process, and each package a virtual environment of its own below ``--venvs``, at the version that its
 file in scripts/racers names. What does not install, or does not read a file, is said and left out. Only one process
@@ -26,6 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RACERS = Path(__file__).with_name("racers")
 WORKER = "SPECDEC_RACER"
 SECONDS = 900  # of pip
+BUILT = "ik_llama_built"
+RACING = (
+    ("own", "specdec"),
+    ("ik_llama", "ik_llama.cpp"),
+    (BUILT, "ik_llama.cpp, built here"),
+    ("with_openvino", "OpenVINO"),
+)
 
 
 def racer(name: str) -> Any:
@@ -102,14 +112,17 @@ def environment_of(name: str, packages: list[str] | None, venvs: Path) -> Path:
 def started(file: str, options: argparse.Namespace) -> dict[str, Process]:
     """The engines that run here and read the file; ours come first."""
     found: dict[str, Process] = {}
-    for name, title in (("own", "specdec"), ("ik_llama", "ik_llama.cpp"), ("with_openvino", "OpenVINO")):
+    for name, title in RACING:
         module = racer(name)
+        if name == BUILT and options.ik_llama is None:
+            continue
+        shared = {"checkout": str(options.ik_llama.resolve())} if name == BUILT else {}
         for variant, given in module.variants.items():
             full = f"{title}, {variant}" if variant else title
             try:
                 python = environment_of(name, module.dependencies, options.venvs)
                 log = options.venvs / f"{name}-{len(found)}.log"
-                setup = {"file": file, "threads": options.threads, **given}
+                setup = {"file": file, "threads": options.threads, **shared, **given}
                 found[full] = Process(python, name, log, setup)
             except (OSError, subprocess.SubprocessError) as error:
                 print(f"skipped {full}: {error}", flush=True)
@@ -163,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--venvs", type=Path, required=True, help="the folder of the environments")
+    parser.add_argument("--ik-llama", type=Path, help="a checkout of ik_llama.cpp that was built on this machine")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")

@@ -20,12 +20,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 3, 4, 8, 16)
 PAGE = Path(__file__).parents[1] / "docs/speed.md"
 MARKS = "<!-- shares_table -->\n", "<!-- end of shares -->"
 AVX2 = "-march=x86-64-v3"
 WORKER = "SPECDEC_SHARES_WORKER"
-TITLES = ("processor", "arithmetic", "model", "GB/s", "GFLOP/s", *(f"{n} row{'s' * (n > 1)}" for n in ROWS))
+TITLES = ("processor", "arithmetic", "model", "GB/s", "Gop/s", *(f"{n} row{'s' * (n > 1)}" for n in ROWS))
 
 
 class CallClock:
@@ -68,7 +68,7 @@ def measured(model: str, dtype: str, threads: int, length: int, seconds: float) 
     if max(found.of[0]) > 1:
         sys.exit(f"{model}, {arithmetic()}: {found.describe()}")
     limits = found.limits
-    by = f"{limits.multiplying / 1e9:.0f}" if found.multiplied else ""
+    by = ", ".join(f"{limits.multiplying[one] / 1e9:.0f} ({one})" for one in found.multiplied)
     times = [f"{time * 1e3:.1f} ms: {share:.2f}" for time, share in zip(curve.seconds[0], found.of[0], strict=True)]
     name = f"{Path(model).name}, {dtype}, {threads} thread{'s' * (threads > 1)}, after {length}"
     return [processor(torch.device("cpu")), str(arithmetic()), name, f"{limits.reading / 1e9:.1f}", by, *times]

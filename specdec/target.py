@@ -43,6 +43,11 @@ class Target(Protocol):
         config: transformers' config of its texts.
         specs: what each layer caches.
         executor: what runs its decoder, where a spec describes it.
+        activations: ``int8`` where rows are rounded to it before products with quantised blocks, else None.
+        pages: whether caches are in pages.
+        recording: what drafters on its device have their passes recorded by; None where nothing is recorded.
+        packed_head: the packed weight that the head multiplies hidden states with; None where it is not packed, or does
+            more.
     """
 
     name: str
@@ -65,6 +70,10 @@ class Target(Protocol):
     config: Any = None
     specs: Sequence[LayerSpec] = ()
     executor: Any = None
+    activations: str | None = None
+    pages: bool = False
+    recording: Recording | None = None
+    packed_head: PackedWeight | None = None
 
     @property
     def launches(self) -> bool:
@@ -80,26 +89,6 @@ class Target(Protocol):
     @property
     def generation_config(self) -> Any:
         """Transformers' defaults for texts, as the checkpoint has them."""
-        return None
-
-    @property
-    def activations(self) -> str | None:
-        """``int8`` where rows are rounded to it before products with quantised blocks, else None."""
-        return None
-
-    @property
-    def pages(self) -> bool:
-        """Whether caches are in pages."""
-        return False
-
-    @property
-    def recording(self) -> Recording | None:
-        """What drafters on its device have their passes recorded by; None where nothing is recorded."""
-        return None
-
-    @property
-    def packed_head(self) -> PackedWeight | None:
-        """The packed weight that the head multiplies hidden states with; None where it is not packed, or does more."""
         return None
 
     @property

@@ -39,6 +39,8 @@ _PARTS: dict[str, Shapes] = {  # of a layer
         "attn_k.weight": (_PAIRS, WIDTH),
         "attn_v.weight": (_PAIRS, WIDTH),
     },
+    "square attention": {f"attn_{name}.weight": (_QUERIES, WIDTH) for name in ("output", "q", "k", "v")},
+    "square norms": {"attn_q_norm.weight": (_QUERIES,), "attn_k_norm.weight": (_QUERIES,)},
     "stacked attention": {
         "attn_output.weight": (WIDTH, _QUERIES),
         "attn_qkv.weight": (_QUERIES + 2 * _PAIRS, WIDTH),
@@ -129,6 +131,9 @@ FAMILIES = {
     ),
     "glm4": Family(("norms", "later norms", "attention", "stacked")),
     "olmo2": Family(("later norms", "attention", "wide norms", "gated")),
+    "olmoe": Family(
+        ("norms", "square attention", "square norms", "experts"), {**_CHOSEN, "attention.head_count_kv": HEADS}
+    ),
     "command-r": Family(("one norm", "attention", "gated"), {**_LAYER_NORMED, "logit_scale": 0.3}, tied=True),
     "cohere2": Family(
         ("one norm", "attention", "gated"), {**_LAYER_NORMED, **_SLIDES, "logit_scale": 0.3}, layers=5, tied=True
@@ -185,6 +190,7 @@ def write_family(
     tensors: Mapping[str, tuple[int, ...] | None] | None = None,
     general: Mapping[str, Any] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
+    experts_in: str = "F32",
 ) -> Path:
     """A random model of an architecture.
 
@@ -195,6 +201,7 @@ def write_family(
         tensors: shapes of more tensors by their names; None: the tensor is left out.
         general: settings by their whole keys.
         vocabulary: other ``tokens``, which are bytes and words, and their ``types``.
+        experts_in: the type that experts are quantised to.
     """
     own = FAMILIES[family].own or family
     writer = gguf.GGUFWriter(path, own)
@@ -222,7 +229,8 @@ def write_family(
                 noise *= 0.5 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
                 if name.endswith("_exps.bias"):
                     noise *= 20.0  # so that gates reach their bounds
-            writer.add_tensor(name, noise.astype(np.float32))
+            kind = gguf.GGMLQuantizationType[experts_in if name.endswith("_exps.weight") else "F32"]
+            writer.add_tensor(name, gguf.quants.quantize(noise.astype(np.float32), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

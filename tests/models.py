@@ -118,6 +118,52 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "olmoe": ("Olmoe", "OlmoeConfig", {**BASE, "hidden_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
     "granite": ("Granite", "GraniteConfig", {**BASE, **_SCALES}),
+    "granitemoe": ("GraniteMoe", "GraniteMoeConfig", {**BASE, **_SCALES, "num_local_experts": 6}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        "GraniteMoeSharedConfig",
+        {**BASE, **_SCALES, "num_local_experts": 6, "shared_intermediate_size": 24},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        "GraniteMoeHybridConfig",
+        {
+            **BASE,
+            **_SCALES,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 3,
+            "mamba_n_heads": 4,
+        },
+    ),
+    "gpt_oss": ("GptOss", "GptOssConfig", {**BASE, "head_dim": 16, "num_local_experts": 5, "sliding_window": WINDOW}),
+    "ministral3": (
+        "Ministral3",
+        "Ministral3Config",
+        {
+            **{**BASE, "head_dim": 16, "sliding_window": WINDOW},
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 500.0, "llama_4_scaling_beta": 0.4},
+                "original_max_position_embeddings": 4,
+            },
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        "Qwen2MoeConfig",
+        {
+            **{**BASE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", "HunYuanDenseV1Config", {**BASE, "head_dim": 16}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        "HunYuanMoEV1Config",
+        {**BASE, "head_dim": 16, "num_experts": 6, "moe_topk": 2},
+    ),
     "smollm3": ("SmolLM3", "SmolLM3Config", {**BASE, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}),
     "exaone_moe": (
         "ExaoneMoe",
@@ -149,7 +195,8 @@ MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
 _ALIKE = (
     *("gemma", "olmoe", "granite", "smollm3", "glm4", "olmo3", "exaone4", "cohere", "cohere2", "seed_oss", "ernie4_5"),
-    *("mellum", "glm4_moe", "exaone_moe", "glm", "lfm2"),
+    *("mellum", "glm4_moe", "exaone_moe", "glm", "lfm2", "granitemoe", "granitemoeshared", "granitemoehybrid"),
+    *("gpt_oss", "ministral3", "qwen2_moe", "hunyuan_v1_dense", "hunyuan_v1_moe"),
 )
 # Others have the parts of most of these; the last one's convolutions are run by its description alone.
 FAMILIES = tuple(family for family in _FAMILIES if family not in _ALIKE)

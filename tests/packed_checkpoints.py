@@ -56,7 +56,7 @@ def assert_blocks_are(target: Any, expected: Mapping[str, torch.Tensor], count: 
 def assert_weights_are(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
     """In float32, in blocks and dequantised, the checkpoint has these weights; its config names no quantisation."""
     dense, how = load(folder, "float32", in_blocks=False)
-    assert how == "dequantised: another way to run its layers was asked for"
+    assert how.startswith("dequantised: another way to run its layers was asked for")
     assert not hasattr(dense.config, "quantization_config")
     for loaded in (load(folder, "float32")[0], dense):
         weights = weights_of(loaded)

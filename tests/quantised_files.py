@@ -32,6 +32,7 @@ _PLACES: dict[str, tuple[int, int | None, float, float]] = {
     "Q6_K": (208, None, 1300, 0),
     "IQ4_NL": (0, None, 70, 0),
     "IQ4_XS": (0, None, 1300, 0),
+    "MXFP4": (0, None, 5.8, 0),  # an exponent
 }
 SCALES_AT = {name: places[:2] for name, places in _PLACES.items()}
 """Format -> the places of d and m in a block."""
@@ -64,6 +65,9 @@ def random_blocks(name: str, outputs: int, inputs: int, *, size: float = 0.1, se
     random = np.random.default_rng(seed)
     rows = random.integers(0, 256, (outputs, inputs // values, count), dtype=np.uint8)
     d, m, spread, ratio = _PLACES[name]
+    if name == "MXFP4":
+        rows[..., d] = 128 + round(np.log2(size / spread)) + random.integers(-1, 2, rows.shape[:2])
+        return rows.reshape(outputs, -1)
     scales = (size / spread * random.uniform(0.5, 1.5, rows.shape[:2])).astype(np.float16)
     signs = np.where(random.integers(0, 2, rows.shape[:2]), 1, -1).astype(np.float16)
     for at, part in ((d, scales * signs), (m, scales * signs * np.float16(ratio))):

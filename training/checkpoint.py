@@ -18,7 +18,7 @@ from training.identity import comparable
 
 __all__ = ["load_checkpoint", "precision_of", "save_checkpoint", "state_of"]
 
-_NEW = ("held_out",)  # what runs of older versions do not tell
+_NEW = ("drafter", "held_out")  # what runs of older versions do not tell
 
 
 def save_checkpoint(
@@ -67,6 +67,10 @@ def load_checkpoint(
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
+            former, state = parse_json(metadata["run"]), parse_json(metadata["state"])
+            if not isinstance(former, dict) or not isinstance(state, dict) or type(state.get("step")) is not int:
+                raise ValueError("it does not say what run it is of, and how far that had come")
+            _check(path, comparable(former, state.get("precision")), json.loads(json.dumps(dict(run))))
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                 kind, _, rest = name.partition(".")
                 if kind == "module":
@@ -74,12 +78,6 @@ def load_checkpoint(
                 else:
                     number, index, key = rest.split(".")
                     moments[int(number)].setdefault(int(index), {})[key] = file.get_tensor(name)
-        former, state = parse_json(metadata["run"]), parse_json(metadata["state"])
-        if not isinstance(former, dict) or not isinstance(state, dict) or type(state.get("step")) is not int:
-            raise ValueError("it does not say what run it is of, and how far that had come")
-        remedy = "start the former command again to continue it, or choose another output folder"
-        known = {name: value for name, value in run.items() if name in former or name not in _NEW}
-        check_same_run(path, comparable(former, state.get("precision")), json.loads(json.dumps(known)), remedy)
         module.load_state_dict(weights)
         for optimizer, values in zip(optimizers, moments, strict=True):
             optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -90,6 +88,15 @@ def load_checkpoint(
             f"cannot resume from {str(path)!r}: {error}; delete it to start over, or choose another output folder"
         ) from error
     return dict(state)
+
+
+def _check(path: Path, former: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a checkpoint is another run's; that it is another drafter's is said first."""
+    remedy = "start the former command again to continue it, or choose another output folder"
+    known = {name: value for name, value in run.items() if name in former or name not in _NEW}
+    for names in (known.keys() & {"drafter"}, {*former, *known}):
+        before, now = ({name: own[name] for name in names if name in own} for own in (former, known))
+        check_same_run(path, before, now, remedy)
 
 
 def state_of(path: Path) -> dict[str, Any]:

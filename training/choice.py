@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from specdec.engine.config import merge, resolve
+from specdec.errors import ConfigError
 from specdec.settings.files import write_text, writing
 from specdec.settings.options import Given
 from specdec.settings.parsing import load_yaml
@@ -80,8 +81,15 @@ def settling(kind: type[Any], given: Given, where: str) -> Settle:
 
 
 def kept_options(out: Path) -> dict[str, Any]:
-    """The options of the run in a folder; empty where it has none."""
-    return load_yaml(out / OPTIONS) if (out / OPTIONS).is_file() else {}
+    """The options of the run in a folder; empty where it has none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return load_yaml(out / OPTIONS) if (out / OPTIONS).is_file() else {}
+    except ConfigError as error:
+        raise ConfigError(f"{error}; delete it to have them chosen anew, or give another --out") from error
 
 
 def keep_options(config: Any, out: Path) -> None:

@@ -85,8 +85,8 @@ def read_samples(sources: Sequence[str], tokenizer: Any, config: TextConfig, ski
                 yield sample
 
 
-_REMEDY = "set text.skip=any to go on without them"
 _FORM = '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, as ShareGPT has it'
+_REMEDY = f"set text.skip=any to go on without them; a conversation is {_FORM}"
 
 
 def load_samples(
@@ -136,8 +136,11 @@ def _turns(record: Any, skips: Skips) -> list[Message] | None:
     if turns is None:
         skips.skip("no list of conversations, or of messages")
         return None
-    messages: list[Message] = []
     raw = record.get("conversations", record.get("messages"))
+    beside = record.get("system")  # a field, as some write it
+    if turns and turns[0][0] != "system" and beside and str(beside).strip():
+        turns, raw = [("system", beside), *turns], [{}, *raw]
+    messages: list[Message] = []
     for (role, text), turn in zip(turns, raw, strict=True):
         if role not in _SPEAKERS:
             skips.skip(f"unknown speaker {shown(role)}")
@@ -146,9 +149,10 @@ def _turns(record: Any, skips: Skips) -> list[Message] | None:
         if isinstance(text, list) and text:
             skips.mended["cut at a turn with parts that are no text"] += 1
             break
-        if not calls and (not isinstance(text, str) or not text.strip()):
+        if not calls and not (isinstance(text, str) and text.strip()):
             # What follows an empty turn answers something that is missing.
-            skips.mended["cut at an empty turn"] += 1
+            empty = text in (None, []) or isinstance(text, str)
+            skips.mended[f"cut at {'an empty turn' if empty else 'a turn that is no text'}"] += 1
             break
         if text is not None and not is_text(text):
             skips.mended["cut at a turn with half of a surrogate pair, which is no text"] += 1

@@ -26,6 +26,7 @@ from training.acceptance import Written
 from training.card import CardText, among
 from training.head_layers import Trained, attend, by_row
 from training.heads import HeadTrainConfig, HeadTraining, begun, started_head, target_sizes
+from training.losses import labels_of
 from training.packing import Batch
 from training.run import run_training
 
@@ -148,13 +149,14 @@ class DSparkTraining(HeadTraining):
         features, states = self.read(batch)
         with torch.no_grad():
             wanted = self.frozen.head(states).float()
+        labels = labels_of(self.config, wanted, batch, self.head.draft_tokens)
         anchors, places = anchors_of(batch, self.config.anchors, self.depth, self.config.loop.seed)
         said = self._said(module, batch, features, anchors)
         there = places >= 0
         chosen, depth = places[there], torch.arange(self.depth, device=anchors.device).expand(places.shape)[there]
         guess = self._guessed(said, there).float()
         weights = self.config.decay**depth
-        losses = self.guess_loss(guess, wanted[chosen], batch.tokens.flatten()[batch.targets[chosen] + 1])
+        losses = labels.loss(guess, chosen)
         with torch.no_grad():
             right = self._accepted(guess, wanted[chosen])
         losses = losses + _ACCEPTANCE_WEIGHT * F.binary_cross_entropy_with_logits(

@@ -25,6 +25,7 @@ from training.acceptance import Written
 from training.card import CardText, among
 from training.head_layers import Trained, attend, by_row
 from training.heads import HeadTrainConfig, HeadTraining, begun, started_head, target_sizes
+from training.losses import labels_of
 from training.packing import Batch
 from training.run import run_training
 
@@ -143,13 +144,13 @@ class Eagle3Training(HeadTraining):
         features, states = self.read(batch)
         with torch.no_grad():
             wanted = self.frozen.head(states).float()
+        labels = labels_of(self.config, wanted, batch, self.head.draft_tokens)
         chains = [chain for chain in followed(batch, self.config.depth) if len(chain[0])]  # short answers have few
         rows = [batch.targets[kept] for kept, _ in chains]
         guesses = module(features, self.embedded(batch.tokens), batch.positions, batch.documents, rows)
         total = states.new_zeros((), dtype=torch.float32)
         for number, (guess, (_, places)) in enumerate(zip(guesses, chains, strict=True)):
-            text = batch.tokens.flatten()[batch.targets[places] + 1]
-            loss = self.guess_loss(self.logits(guess).float(), wanted[places], text)
+            loss = labels.loss(self.logits(guess).float(), places)
             total = total + self.config.decay**number * loss.sum()
         return total
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt, Le
 
 from drafters.heads.config import HeadConfig
 from drafters.heads.loading import load_head
@@ -17,19 +16,16 @@ from drafters.heads.weights import HeadWeights
 from drafters.kangaroo.adapter import fitting_heads
 from drafters.shared.fingerprint import fingerprint
 from drafters.shared.target_weights import head_weight, norm_weight
-from drafters.shared.vocabulary import most_frequent, number_in
+from drafters.shared.vocabulary import most_frequent
 from specdec.errors import ConfigError
 from specdec.target import Target
 from training.acceptance import Tally, Written
-from training.losses import soft_loss
 from training.packing import Batch
 from training.run import DrafterTraining, LabelConfig, parameters_of
 
 __all__ = ["HeadTrainConfig", "HeadTraining", "begun", "started_head", "target_sizes"]
 
 _UNSURE = 0.5  # scale of a new head's norm; at 1, random states' logits spread over several nats
-
-Share = Annotated[float, Ge(0), Le(1), "a number in [0, 1]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +91,6 @@ class HeadTraining(DrafterTraining):
         """[..., d] logits of states behind the last norm, by the head's own matrix or the target's."""
         found: torch.Tensor = self.head.lm_head(states) if self.head.config.own_head else self.frozen.head(states)
         return found
-
-    def guess_loss(self, guess: torch.Tensor, wanted: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """[N] loss in nats of logits ``guess`` [N, d] for the target's logits ``wanted`` and ``text`` tokens [N]."""
-        share, config = self.config.hard_share, self.config
-        loss = soft_loss(guess, wanted, labels=config.labels, top_k=config.top_k, reduction="none")
-        if not share:
-            return loss
-        numbers = number_in(self.head.draft_tokens, text)
-        return (1 - share) * loss + share * F.cross_entropy(guess, numbers, ignore_index=-1, reduction="none")
 
 
 def target_sizes(

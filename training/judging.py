@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from drafters.shared.weights import load_tensors, reading
+from specdec.errors import ConfigError
 from training.packing import Batch
 
 __all__ = ["Trainable", "evaluated", "judged_anew", "load_weights"]
@@ -48,16 +49,14 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         CheckpointError: there are none of this module.
     """
     with reading("weights", folder, "start the same command with another --out"):
-        module.load_state_dict(load_tensors(next(folder.glob("*.safetensors"))))
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise ConfigError("it holds no *.safetensors")
+        module.load_state_dict(load_tensors(found[0]))
 
 
-def judged_anew(trainable: Trainable, folder: Path, best: Mapping[str, float]) -> dict[str, float] | None:
-    """The evaluation of the best checkpoint as it is judged now; the module stays as it is.
-
-    None where the folder is gone.
-    """
-    if not folder.is_dir():
-        return None
+def judged_anew(trainable: Trainable, folder: Path, best: Mapping[str, float]) -> dict[str, float]:
+    """The evaluation of the best checkpoint as it is judged now; the module stays as it is."""
     now = {name: value.clone() for name, value in trainable.module.state_dict().items()}
     load_weights(trainable.module, folder)
     figures = evaluated(trainable)

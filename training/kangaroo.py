@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from drafters.kangaroo.adapter import Adapter, AdapterConfig, fitting_heads
@@ -18,7 +17,7 @@ from specdec.target import Target
 from training.acceptance import Tally, Written
 from training.card import CardText, among
 from training.choice import Settle
-from training.losses import soft_loss
+from training.losses import labels_of
 from training.packing import Batch
 from training.run import DrafterTraining, LabelConfig, parameters_of, run_training, started
 
@@ -67,17 +66,12 @@ class KangarooTraining(DrafterTraining):
     def loss(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         features, states = self.frozen.read(batch)
         with torch.no_grad():
-            wanted = self.frozen.head(states)
+            wanted = self.frozen.head(states).float()
+        labels = labels_of(self.config, wanted, batch, self.adapter.draft_tokens)
         guess = module(
             features[self._layer].float(), batch.positions, self.frozen.head, mask=batch.mask, rows=batch.targets
         )
-        guess, share = guess.float(), self.config.hard_share
-        loss = soft_loss(guess, wanted.float(), labels=self.config.labels, top_k=self.config.top_k)
-        if not share:
-            return loss
-        text = number_in(self.adapter.draft_tokens, batch.tokens.flatten()[batch.targets + 1])
-        hard = F.cross_entropy(guess, text, ignore_index=-1, reduction="sum")
-        return (1 - share) * loss + share * hard
+        return labels.loss(guess.float()).sum()
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

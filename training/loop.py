@@ -77,6 +77,8 @@ def train(
         state = load_checkpoint(path, trainable.module, optimizers, run=run)
         stop.kept = f"the checkpoint after step {state['step']} is in {str(folder)!r}"
     main = accelerator.is_main_process
+    if state["best"] and not (folder / "best").is_dir():  # it was deleted, so the next one is the best
+        state["best"] = None
     if main and not dry_run and state["best"] and state.get("judging") != judging and trainable.judges:
         state["best"] = judged_anew(trainable, folder / "best", state["best"])
     _tell_hours(trainable, windows, config, accelerator, state["step"], steps)
@@ -92,8 +94,7 @@ def train(
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = rate
         figures = training.step(step)
-        done = step + 1
-        last = done == steps
+        done, last = step + 1, step + 1 == steps
         state = {"step": done, "best": state["best"], "seconds": perf_counter() - began, "judging": judging}
         state |= {"precision": accelerator.mixed_precision, "products": products}
         bar.update()
@@ -117,6 +118,9 @@ def train(
     stop.stepping = False
     bar.close()
     if log is not None:
+        if state["best"] is None:
+            state["best"] = training.evaluate(folder, steps, None, log, bar, True)
+            save_checkpoint(path, trainable.module, optimizers, state=state, run=run)
         trainable.save(folder / "last")
         if not log.close():
             accelerator.print(f"loss.png needs matplotlib: {pip_line('train')}, then start the same command again")
@@ -127,15 +131,13 @@ def _tell_hours(
     trainable: Trainable, windows: Windows, config: LoopConfig, accelerator: Accelerator, step: int, steps: int
 ) -> None:
     """Print how long the steps behind ``step`` are expected to take."""
-    if (left := steps - step) > 0:
-        seconds = expected_seconds(trainable, windows, config, accelerator, left)
-        seconds += _evaluations(step, steps, config) * trainable.evaluation_seconds(perf_counter)
-        accelerator.print(f"{left:,} steps are expected to take {seconds / 3600:.2f} hours here, with evaluation")
-
-
-def _evaluations(step: int, steps: int, config: LoopConfig) -> int:
-    """The number of evaluations behind a step."""
-    return steps // config.eval_every - step // config.eval_every + (steps % config.eval_every > 0)
+    if step >= steps:
+        accelerator.print(f"all {steps:,} steps are done")
+        return
+    seconds = expected_seconds(trainable, windows, config, accelerator, steps - step)
+    evaluations = -(-steps // config.eval_every) - step // config.eval_every
+    seconds += evaluations * trainable.evaluation_seconds(perf_counter)
+    accelerator.print(f"{steps - step:,} steps are expected to take {seconds / 3600:.2f} hours here, with evaluation")
 
 
 def rows_of(step: int, config: LoopConfig, windows: int, rank: int, processes: int) -> list[npt.NDArray[np.int64]]:

@@ -299,7 +299,7 @@ def _run(
         )
     drafter, _, weights = option.partition(".")
     run = identity(config, {weights: asdict(module.config)}, accelerator.mixed_precision)
-    run["held_out"] = digest_of_samples(held)
+    run |= {"drafter": drafter, "held_out": digest_of_samples(held)}
     told = {"run": run, "judging": judging(config), "stop": stop, "dry_run": dry_run}
     best = train(part, windows, config.loop, accelerator, out, **told)
     if main and not dry_run:

@@ -7,23 +7,20 @@ block attend to the whole text and to each other, to later rows as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from drafters.heads.config import BlockConfig
-from drafters.heads.forward import HeadForward
-from drafters.heads.layers import Linear, embedding_of, product, specs_of
+from drafters.heads.head_step import Guess, HeadStep, Linear, last_rows, product
 from drafters.heads.native_block import NativeBlock
-from drafters.heads.recorded_block import RecordedBlock
-from drafters.heads.spec import head_spec
-from drafters.heads.weights import Block as BlockWeights
-from specdec.decoder.rope import Angles, RopeTables
+from drafters.heads.recorded import RecordedBlock
+from drafters.heads.weights import Block
+from drafters.shared.own_cache import Nodes
 from specdec.execute.layer import ByRow, LayerWeights
 from specdec.runners.attention import attend_all
-from specdec.runners.linear import Tokens, linear_kernel
 from specdec.runners.rows import Rows, TextRows
 from specdec.runners.sent_rows import rows_on
 from specdec.runners.visibility import bucket
@@ -32,92 +29,47 @@ from specdec.step.joining import joined
 from specdec.step.step_io import StepInput
 from specdec.target import Target
 
-__all__ = ["Blank", "BlockStep", "Sequel"]
+__all__ = ["BlockStep"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Blank:
-    """A sequence's input to a pass of the head.
-
-    Attributes:
-        step: T rows of text that the head lacks, whose tokens are not read, then the rows of a block.
-        features: [T, taps x D] hidden states of the target for the rows of text.
-    """
-
-    step: StepInput
-    features: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sequel:
-    """A pass's result.
-
-    Attributes:
-        hidden: [B, W] for each token of a block the state behind the last norm.
-        logits: [B, d] of these tokens.
-        rows: all rows, where they are on a device of its own; else None.
-    """
-
-    hidden: torch.Tensor
-    logits: torch.Tensor
-    rows: TextRows | None = None
-
-
-class BlockStep:
-    """A head's weights in the layout that drafting uses.
+class BlockStep(HeadStep):
+    """A DFlash, DFlash2 or DSpark head that drafts; see HeadStep.
 
     Args:
-        head: the head's modules; not needed afterwards.
-        target_head: the target's head, over the draft vocabulary if there is one; unused if the head has its own.
-        target: the target, whose embedding is used unless the head has its own.
         drafted: number of tokens to draft from a block; the block's other rows are run too, as in training.
 
     Attributes:
-        config: the head's config.
         native: the head in the native library; None where torch runs it.
         recorded: its pass as a graph on a CUDA device; None where it is launched operation by operation.
-        specs: what each layer caches.
-        weights: number of weights that a pass reads.
     """
 
-    def __init__(self, head: BlockWeights, target_head: Linear, target: Target, drafted: int) -> None:
-        self.config = config = head.config
-        like = next(head.layers.parameters())
-        self.device, self.dtype = like.device, like.dtype
-        self._embed, self._size = embedding_of(head, target), config.block_size
-        self._head = linear_kernel(head.lm_head.weight.detach()) if config.own_head else target_head
-        self._ropes = RopeTables(self.dtype, self.device)
-        self._forward = HeadForward.of(head_spec(config), head.state_dict(), linear_kernel)
+    def __init__(self, head: Block, target_head: Linear, target: Target, drafted: int) -> None:
+        super().__init__(head, target_head, target)
+        config = self.config
+        self._size = config.block_size
         self.native = NativeBlock.of(head, self._forward, self._head, self._ropes, target)
         layers: list[Any] = [*head.layers] if config.conv_kernel else []
         self._convolutions = [
             (_Convolution(layer.attention_conv, config), _Convolution(layer.mlp_conv, config)) for layer in layers
         ]
-        self.specs = specs_of(self._forward.spec, self.device, self.dtype)
         first = 0 if config.from_anchor else 1
         self._wanted = range(first, first + drafted)
         recording = target.recording if self.native is None else None
         self.recorded: RecordedBlock | None = None
         if recording is not None and RecordedBlock.fits(config):
-            self.recorded = RecordedBlock(self._forward, self._head, recording, self._ropes, config.block_size)
-        size = (config.draft_vocab or config.vocab_size) * config.width
-        self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
+            self.recorded = RecordedBlock(self._forward, self._head, recording, self._ropes, self._size)
 
     def warm_up(self, sequences: int) -> None:
         """Record the passes of up to ``sequences`` sequences beforehand."""
         if self.recorded is None:
             return
-        size, most = self.config.block_size, self.recorded.most
+        size, most = self._size, self.recorded.most
         caches = [KVCache(self.specs, capacity=most, rows=most) for _ in range(bucket(sequences))]
         width = self.config.hidden_size * len(self.config.taps)
         for rows in {bucket(size + 1): size + 1, bucket(most): most}.values():
             features = torch.zeros(rows - size, width, dtype=self.dtype, device=self.device)
             for count in (1 << power for power in range(len(caches).bit_length())):
-                self.run([Blank(StepInput.of(own, [0] * rows), features) for own in caches[:count]])
-
-    def _context(self, features: torch.Tensor) -> torch.Tensor:
-        """[T, W] states from which keys and values of the text are computed."""
-        return self._forward.fused(features.to(self.device, self.dtype))
+                self.guess([Nodes(StepInput.of(own, [0] * rows), features) for own in caches[:count]])
 
     @torch.no_grad()
     def absorb(self, step: StepInput, features: torch.Tensor) -> None:
@@ -125,67 +77,57 @@ class BlockStep:
         if self.native is not None:
             self.native.absorb(step, features)
             return
-        context, rows = self._context(features), rows_on(self.device, step)
+        context, rows = self.fused(features), rows_on(self.device, step)
         angles = self._angles(rows)
         for place in range(len(self.specs)):
             rows.store(*self._forward.keys_values(place, context, angles), place)
 
     @torch.no_grad()
-    def run(self, brought: Sequence[Blank]) -> list[Sequel]:
+    def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
         """Run the blocks of several sequences; keys and values of all rows are stored."""
+        features = [one.features for one in brought if one.features is not None]
+        there: Sequence[TextRows | None] = [None] * len(brought)
         if self.native is not None:
-            pairs = zip(*(torch.split(part, len(self._wanted)) for part in self._by_library(brought)), strict=True)
-            return [Sequel(*pair) for pair in pairs]
-        rows = rows_on(self.device, joined([one.step for one in brought]))
-        each = [torch.split(part, len(self._wanted)) for part in self._by_torch(rows, brought)]
-        return [Sequel(*own) for own in zip(*each, rows.there, strict=True)]
+            parts = self._by_library(self.native, [one.step for one in brought], features)
+        else:
+            rows = rows_on(self.device, joined([one.step for one in brought]))
+            parts, there = self._by_torch(rows, features), rows.there
+        each = [torch.split(part, len(self._wanted)) for part in parts]
+        return [Guess(*own) for own in zip(*each, there, strict=True)]
 
     def tokens(self, root: int) -> list[int]:
         """Those of a block."""
-        return [root, *[self.config.mask_token] * (self.config.block_size - 1)]
+        return [root, *[self.config.mask_token] * (self._size - 1)]
 
-    def _by_library(self, brought: Sequence[Blank]) -> tuple[torch.Tensor, torch.Tensor]:
-        """States behind the last norm [N, W], and logits [N, d], of the drafted rows of all blocks."""
-        assert self.native is not None
-        tokens = [token for one in brought for token in one.step.ids[-self.config.block_size :].tolist()]
-        wanted = [first + row for first in range(0, len(tokens), self.config.block_size) for row in self._wanted]
-        caches, features = [one.step.texts[0] for one in brought], [one.features for one in brought]
-        embedded = None if self.native.embeds else self._embedded(tokens)
-        last, logits = self.native.run(caches, features, tokens, embedded, wanted)
-        return self._ends(last) if logits is None else (last, logits)
+    def _by_library(
+        self, native: NativeBlock, steps: Sequence[StepInput], features: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [N, d] and states behind the last norm [N, W] of the drafted rows of all blocks."""
+        tokens = [token for step in steps for token in step.ids[-self._size :].tolist()]
+        wanted = [first + row for first in range(0, len(tokens), self._size) for row in self._wanted]
+        embedded = None if native.embeds else self._embedded(tokens)
+        last, logits = native.run([step.texts[0] for step in steps], features, tokens, embedded, wanted)
+        return self._ends(last) if logits is None else (logits, last)
 
-    def _by_torch(self, rows: Rows, brought: Sequence[Blank]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same; by a recorded pass, where there is one. Rows are sliced, as an index would cost a copy."""
+    def _by_torch(self, rows: Rows, features: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same; by a recorded pass, where there is one."""
+        blocks = [self._size] * len(features)
         if self.recorded is not None:
-            features = [one.features for one in brought]
             found = self.recorded.run(rows, features, self._embedded(rows.tokens[0]))
             if found is not None:
-                states, logits = (self._drafted(_joined(part, rows, self._size)) for part in found)
-                return states, logits
-        hidden = self._embedded(_joined(rows.tokens[0], rows, self._size))
-        return self._ends(self._drafted(self._run(rows, brought, hidden)))
+                logits, states = (self._drafted(last_rows(part, rows, blocks)) for part in found)
+                return logits, states
+        hidden = self._embedded(last_rows(rows.tokens[0], rows, blocks))
+        return self._ends(self._drafted(self._run(rows, features, hidden)))
 
     def _drafted(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The drafted rows among those of all blocks [rows, ...]."""
+        """The drafted rows among those of all blocks [rows, ...]; sliced, as an index would cost a copy."""
         first, last = self._wanted.start, self._wanted.stop
-        return torch.cat([part[first:last] for part in torch.split(blocks, self.config.block_size)])
+        return torch.cat([part[first:last] for part in torch.split(blocks, self._size)])
 
-    def _ends(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """States behind the last norm, and logits, of those before it [N, W]."""
-        last, _ = self._forward.ends(hidden)
-        return last, self._head(last)
-
-    def _angles(self, rows: Rows) -> Angles:
-        return self._ropes.of(self._forward.spec.layers[0].attention.rope, rows)
-
-    def _embedded(self, tokens: Tokens | torch.Tensor) -> torch.Tensor:
-        return self._embed(tokens).to(self.device, self.dtype)
-
-    def _run(self, rows: Rows, brought: Sequence[Blank], hidden: torch.Tensor) -> torch.Tensor:
+    def _run(self, rows: Rows, features: Sequence[torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """[N, W] states of the blocks' rows, whose embeddings are ``hidden``, before the last norm."""
-        context = torch.split(
-            self._context(torch.cat([one.features for one in brought])), [len(one.features) for one in brought]
-        )
+        context = torch.split(self.fused(torch.cat([*features])), [*map(len, features)])
         angles = self._angles(rows)
 
         def attend(place: int, inputs: torch.Tensor) -> torch.Tensor:
@@ -205,7 +147,7 @@ class BlockStep:
     def _attended(self, queries: torch.Tensor, rows: Rows, place: int) -> torch.Tensor:
         """[1, Hq, N, d] the attention outputs of the blocks' rows, for as many queries."""
         found = []
-        for own, part in zip(torch.split(queries, self.config.block_size, 2), rows.parts, strict=True):
+        for own, part in zip(torch.split(queries, self._size, 2), rows.parts, strict=True):
             end = part.length + part.rows
             keys, values = (store[place].narrow(2, 0, end) for store in (part.cache.keys, part.cache.values))
             if self.config.window(place) is None:
@@ -221,12 +163,6 @@ class BlockStep:
         first, last = torch.tensor(self.config.spans(place, end), device=self.device)[..., None].unbind(1)
         places = torch.arange(end, device=self.device)
         return (places >= first) & (places < last)
-
-
-def _joined(every: torch.Tensor, rows: Rows, size: int) -> torch.Tensor:
-    """The last ``size`` rows of each sequence, of all rows [T, ...]."""
-    parts = [every[part.ends - size : part.ends] for part in rows.parts]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _convolved(weights: LayerWeights, convolutions: tuple[_Convolution, _Convolution]) -> LayerWeights:

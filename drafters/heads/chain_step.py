@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product as product_of
 
 import torch
 
-from drafters.heads.forward import HeadForward
-from drafters.heads.layers import Linear, embedding_of, specs_of
+from drafters.heads.head_step import Guess, HeadStep, Linear, last_rows
 from drafters.heads.native_chain import NativeChain
-from drafters.heads.recorded_chain import MOST_RECORDED, RecordedChain
-from drafters.heads.spec import head_spec
+from drafters.heads.recorded import MOST_RECORDED, RecordedChain
 from drafters.heads.weights import Chain
-from specdec.decoder.rope import RopeTables
+from drafters.shared.own_cache import Nodes
 from specdec.runners.attention import attend, attend_ends
-from specdec.runners.linear import linear_kernel
-from specdec.runners.rows import Rows, TextRows
+from specdec.runners.rows import Rows
 from specdec.runners.sent_rows import rows_on
 from specdec.runners.visibility import bucket
 from specdec.step import device_copies
@@ -26,108 +22,49 @@ from specdec.step.joining import joined
 from specdec.step.step_io import StepInput
 from specdec.target import Target
 
-__all__ = ["ChainStep", "Guess", "Nodes"]
+__all__ = ["ChainStep"]
 
 _WARM_ROWS = 64  # of several sequences, in passes that are recorded beforehand
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Nodes:
-    """A sequence's input to a pass of the head: the next rows of its text, or of the tree behind it.
+class ChainStep(HeadStep):
+    """An EAGLE head that drafts; see HeadStep.
 
     Attributes:
-        step: T tokens in the head's own cache; each is paired with the hidden state of the position before it.
-        features: [T', taps x D] hidden states of the target for the first T' rows.
-        states: [T - T', W] hidden states of the head itself for the other rows.
-        asked: number of last rows whose logits are computed.
-    """
-
-    step: StepInput
-    features: torch.Tensor | None = None
-    states: torch.Tensor | None = None
-    asked: int = 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Guess:
-    """A pass's result.
-
-    Attributes:
-        logits: [N, d] behind the asked rows.
-        states: [N, W] theirs, for the next level.
-        rows: all rows, where they are on a device of its own; else None.
-    """
-
-    logits: torch.Tensor
-    states: torch.Tensor
-    rows: TextRows | None = None
-
-
-class ChainStep:
-    """A head's weights in the layout that drafting uses.
-
-    Args:
-        head: the head's modules; not needed afterwards.
-        target_head: the target's head, over the draft vocabulary if there is one; unused if the head has its own.
-        target: the target, whose embedding is used unless the head has its own.
-
-    Attributes:
-        config: the head's config.
-        features: width of the target's hidden states that a row reads.
         native: the head in the native library; None where torch runs it.
         recorded: its passes as graphs on a CUDA device; None where they are launched one by one.
         mask_state: [1, W] the hidden state for all depths behind the first, in heads that draft all depths at once.
-        weights: number of weights that a pass reads.
     """
 
     def __init__(self, head: Chain, target_head: Linear, target: Target) -> None:
-        self.config = config = head.config
-        self.features = config.hidden_size * len(config.taps)
-        like = next(head.layers.parameters())
-        self.device, self.dtype = like.device, like.dtype
-        self._embed = embedding_of(head, target)
-        self._head = linear_kernel(head.lm_head.weight.detach()) if config.own_head else target_head
-        self._ropes = RopeTables(self.dtype, self.device)
-        self._forward = forward = HeadForward.of(head_spec(config), head.state_dict(), linear_kernel)
-        self.native = NativeChain.of(head, forward, self._head, self._ropes, target)
-        self.specs = specs_of(forward.spec, self.device, self.dtype)
-        mask = head.mask_hidden.detach()[None] if config.at_once else None
+        super().__init__(head, target_head, target)
+        self.native = NativeChain.of(head, self._forward, self._head, self._ropes, target)
+        mask = head.mask_hidden.detach()[None] if self.config.at_once else None
         self.mask_state = None if mask is None else self.fused(mask)
         recording = target.recording if self.native is None else None
         self.recorded: RecordedChain | None = None
         if recording is not None:
-            self.recorded = RecordedChain(forward, self._head, recording, self._ropes, mask)
-        size = (config.draft_vocab or config.vocab_size) * config.width
-        self.weights = size + sum(weight.numel() for weight in head.layers.parameters())
-
-    @torch.no_grad()
-    def fused(self, features: torch.Tensor) -> torch.Tensor:
-        """[T, W] the combination of the target's hidden states [T, taps x D]."""
-        return self._forward.fused(features.to(self.device, self.dtype))
-
-    def embedded(self, rows: Rows) -> torch.Tensor:
-        """[T, W] the embeddings of the rows' tokens; those that a device drafted are not read."""
-        there = device_copies.is_apart(self.device)
-        return self._embed(rows.tokens[0] if there else rows.step.ids).to(self.device, self.dtype)
+            self.recorded = RecordedChain(self._forward, self._head, recording, self._ropes, mask)
 
     @torch.no_grad()
     def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
         """Run each sequence's rows; keys and values of all rows are stored."""
         rows = rows_on(self.device, joined([one.step for one in brought]))
         asked = [one.asked for one in brought]
-        native, logits = self.native, None
-        embedded = torch.empty(0) if native is not None and native.embeds else self.embedded(rows)
+        native, embedded = self.native, None
+        if native is None or not native.embeds:  # tokens that a device drafted are not read
+            embedded = self._embedded(rows.tokens[0] if device_copies.is_apart(self.device) else rows.step.ids)
         sources = [(one.features, one.states) for one in brought]
         if native is not None:
-            given = None if native.embeds else embedded
-            logits, onward = native.guess(rows.step, sources, given, rows.step.last_rows(asked))
-        elif self.recorded is not None and (found := self.recorded.run(rows, sources, embedded)) is not None:
-            logits, onward = (_picked(every, rows, asked) for every in found)
+            logits, onward = native.guess(rows.step, sources, embedded, rows.step.last_rows(asked))
+            logits, onward = self._ends(onward) if logits is None else (logits, onward)
         else:
-            onward = self._run(rows, embedded, self._states(brought), asked)
-        if logits is None:
-            last, onward = self._forward.ends(onward)
-            logits = self._head(last)
+            assert embedded is not None
+            found = None if self.recorded is None else self.recorded.run(rows, sources, embedded)
+            if found is None:
+                logits, onward = self._ends(self._run(rows, embedded, self._states(brought), asked))
+            else:
+                logits, onward = (last_rows(every, rows, asked) for every in found)
         if len(brought) == 1:
             return [Guess(logits, onward, *rows.there)]
         each = torch.split(logits, asked), torch.split(onward, asked), rows.there
@@ -145,7 +82,8 @@ class ChainStep:
         sizes = [1 << power for power in range(bucket(max(nodes, MOST_RECORDED)).bit_length())]
         most = bucket(width) if width else 0
         caches = [KVCache(self.specs, capacity=1, rows=sizes[-1]) for _ in range(bucket(sequences))]
-        hidden = torch.zeros(MOST_RECORDED, self.features, dtype=self.dtype, device=self.device)
+        features = self.config.hidden_size * len(self.config.taps)
+        hidden = torch.zeros(MOST_RECORDED, features, dtype=self.dtype, device=self.device)
         states = torch.zeros(MOST_RECORDED, self.config.width, dtype=self.dtype, device=self.device)
         for count, each in product_of((1 << power for power in range(len(caches).bit_length())), sizes):
             if each > MOST_RECORDED or (count > 1 and each > 1 and count * each > _WARM_ROWS):
@@ -179,12 +117,6 @@ class ChainStep:
                 return attend_ends(query, rows, place, layers[place].attention.scale, asked)
             return attend(query, rows, place, layers[place].attention.scale)
 
-        attends = self._forward.attending(self._ropes.of(layers[0].attention.rope, rows), mix)
+        attends = self._forward.attending(self._angles(rows), mix)
         hidden, reads = self._forward.entering(embedded, states)
         return self._forward.through(hidden, attends, reads=reads, wanted=wanted if narrows else None)
-
-
-def _picked(every: torch.Tensor, rows: Rows, asked: Sequence[int]) -> torch.Tensor:
-    """The asked rows, the last ones of each part, of all rows [T, ...]; sliced, as an index would cost a copy."""
-    parts = [every[part.ends - count : part.ends] for part, count in zip(rows.parts, asked, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -18,15 +18,17 @@ from typing import ClassVar
 
 import torch
 
-from drafters.heads.block_step import Blank, BlockStep, Sequel
-from drafters.heads.growing import Behind, HeadOptions
+from drafters.heads.block_step import BlockStep
+from drafters.heads.growing import Behind, Tokens
 from drafters.heads.growth import Growth
+from drafters.heads.head_step import Guess
 from drafters.heads.native_growth import Grown, NativeGrowth, grow_block
+from drafters.heads.options import HeadOptions
 from drafters.heads.session import HeadDrafter
-from drafters.heads.settled import Settled
-from drafters.heads.transitions import Said, Transitions
+from drafters.heads.transitions import Transitions
 from drafters.heads.unread import UnreadSession
 from drafters.heads.weights import Block, HeadWeights
+from drafters.shared.own_cache import Nodes
 from specdec.drafter import Context
 from specdec.native.types import CTransitions
 from specdec.step.forward_passes import Pass, Passes
@@ -78,22 +80,22 @@ class DFlash(HeadDrafter):
     def warm_up(self, target: Target, rows: int, sequences: int) -> None:
         self.step.warm_up(sequences)
 
-    def run(self, brought: Sequence[Blank]) -> list[Sequel]:
+    def guess(self, brought: Sequence[Nodes]) -> list[Guess]:
         """Run the block of each sequence."""
-        return self.step.run(brought)
+        return self.step.guess(brought)
 
     @property
     def grows(self) -> bool:
         """Whether the native library can grow drafts."""
         return self._described is not None
 
-    def grow(self, several: Sequence[tuple[Blank, NativeGrowth]]) -> list[Grown]:
+    def grow(self, several: Sequence[tuple[Nodes, NativeGrowth]]) -> list[Grown]:
         """Run the block of each sequence, and grow its draft."""
         assert self._described is not None
-        sequels = self.step.run([blank for blank, _ in several])
+        guesses = self.step.guess([nodes for nodes, _ in several])
         return [
-            grow_block(self._described, growth, sequel.hidden, sequel.logits)
-            for (_, growth), sequel in zip(several, sequels, strict=True)
+            grow_block(self._described, growth, guess.states, guess.logits)
+            for (_, growth), guess in zip(several, guesses, strict=True)
         ]
 
 
@@ -102,27 +104,25 @@ class DFlashSession(UnreadSession):
         step = drafter.step
         super().__init__(context, drafter, step.specs, step.weights, 2 * step.config.block_size)
         self._drafter, self._step = drafter, step
-        self._sequel: Sequel | None = None
+        self._guess: Guess | None = None
         self._states = dict[int, torch.Tensor]()  # states of a recurrent bias, by node
         self._grows = drafter.grows and self._plain and not self._draws
         self._stays = self._stays and step.native is None
 
-    def missed(self) -> None:
-        self._miss()
-
     def _grow(self, most: int, deepest: int) -> Passes[Draft]:
         if not self._grows:
             return (yield from super()._grow(most, deepest))
-        blank = self._blank()
+        nodes, text = self._block()
         growth = self._growing([self._context.root], None, most, deepest)
-        grown: Grown = yield Pass(self._drafter.grow, (blank, growth))
-        self._own.cache.commit(range(len(blank.features)))
+        grown: Grown = yield Pass(self._drafter.grow, (nodes, growth))
+        self._own.cache.commit(range(text))
         return self._draft_of(grown, 1)
 
-    def _blank(self) -> Blank:
+    def _block(self) -> tuple[Nodes, int]:
+        """The rows of a block behind those of text that wait, and the number of the latter."""
         features = self._own.catch_up()
         step = self._own.text_rows([0] * len(features) + self._step.tokens(self._context.root))
-        return Blank(step, features)
+        return Nodes(step, features), len(features)
 
     def _absorb(self, features: torch.Tensor) -> None:
         step = self._own.text_rows(range(len(features)))
@@ -130,46 +130,24 @@ class DFlashSession(UnreadSession):
         self._own.read_text(step, root=False)
 
     def _begin(self, deepest: int) -> Passes[None]:
-        blank = self._blank()
-        self._sequel = sequel = yield Pass(self._drafter.run, blank)
-        self._own.cache.commit(range(len(blank.features)))
+        nodes, text = self._block()
+        self._guess = guess = yield Pass(self._drafter.guess, nodes)
+        self._own.cache.commit(range(text))
         self._states = {}
         if self._stays:
-            self._root = sequel.rows.tokens[0, len(blank.features) : len(blank.features) + 1]
+            self._root = guess.rows.tokens[0, text : text + 1]
 
-    def _logits_there(
-        self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor
-    ) -> Passes[torch.Tensor]:
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
         yield from ()
-        level = shape.levels[depth]
-        said = self._said(depth, level, shape.parents, tokens, confident=False)
-        return said.logits.expand(len(level), -1)
-
-    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
-        yield from ()
-        tokens = [grown.tokens[node] for node in level]
-        said = self._said(grown.depths[level[0]], level, grown.parents, tokens)
-        return Behind(said.logits, said.chances)
-
-    def _said(
-        self,
-        depth: int,
-        level: Sequence[int],
-        parents: Sequence[int],
-        before: Sequence[int] | torch.Tensor,
-        *,
-        confident: bool = True,
-    ) -> Said:
-        """What is said behind nodes of a depth, or behind one of them where that does not depend on their tokens."""
-        sequel, transitions = self._sequel, self._drafter.transitions
-        assert sequel is not None
-        if not transitions.known:
+        guess, transitions, depth = self._guess, self._drafter.transitions, tree.depths[level[0]]
+        assert guess is not None
+        if not transitions.known:  # what is said does not depend on their tokens
             level = level[:1]
-        hidden, logits = (states[depth].expand(len(level), -1) for states in (sequel.hidden, sequel.logits))
+        hidden, logits = (rows[depth].expand(len(level), -1) for rows in (guess.states, guess.logits))
         states = None
         if transitions.recurrent and depth:
-            states = torch.stack([self._states[parents[node]] for node in level])
-        said = transitions.said(hidden, logits, before[: len(level)], states, confident=confident)
+            states = torch.stack([self._states[tree.parents[node]] for node in level])
+        said = transitions.said(hidden, logits, tokens[: len(level)], states, confident=not self._stays)
         if said.states is not None:
             self._states |= dict(zip(level, said.states, strict=True))
-        return said
+        return Behind(said.logits, said.chances)

@@ -21,14 +21,16 @@ from typing import ClassVar
 
 import torch
 
-from drafters.heads.chain_step import ChainStep, Guess, Nodes
-from drafters.heads.growing import WIDTH, Behind, HeadOptions
+from drafters.heads.chain_step import ChainStep
+from drafters.heads.growing import WIDTH, Behind, Tokens
 from drafters.heads.growth import Growth
+from drafters.heads.head_step import Guess
 from drafters.heads.native_growth import Grown, NativeGrowth, Waiting, grow
+from drafters.heads.options import HeadOptions
 from drafters.heads.session import HeadDrafter
-from drafters.heads.settled import Settled
 from drafters.heads.unread import UnreadSession, rows_at
 from drafters.heads.weights import Chain, HeadWeights
+from drafters.shared.own_cache import Nodes
 from specdec.drafter import Context
 from specdec.native.library import library
 from specdec.step.forward_passes import Pass, Passes
@@ -118,9 +120,9 @@ class EagleSession(UnreadSession):
         self._waits = Waiting(native) if native is not None and grows and self._plain and not self._draws else None
 
     def missed(self) -> None:
+        super().missed()
         if self._waits is not None:
             self._waits.clear()
-        self._miss()
 
     def _grow(self, most: int, deepest: int) -> Passes[Draft]:
         if self._waits is None:
@@ -152,11 +154,6 @@ class EagleSession(UnreadSession):
         self._step.guess([Nodes(step, features)])
         self._own.read_text(step, root=False)
 
-    def _tokens_of(self, features: torch.Tensor) -> list[int]:
-        """The tokens that belong to the next hidden states; each stands one position behind its state."""
-        first = self._next + 1
-        return self._context.tokens[first : first + len(features)]
-
     def _begin(self, deepest: int) -> Passes[None]:
         features, drafter = self._own.catch_up(), self._drafter
         tokens = self._tokens_of(features)
@@ -175,27 +172,14 @@ class EagleSession(UnreadSession):
         if self._stays:
             self._root = guess.rows.tokens[0, len(features) - 1 : len(features)]
 
-    def _logits_there(
-        self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor
-    ) -> Passes[torch.Tensor]:
-        assert self._guess is not None
-        level = shape.levels[depth]
-        if self._drafter.at_once:
-            return self._guess.logits[depth].expand(len(level), -1)
-        if depth:
-            states = rows_at(self._guess.states, [above.index(shape.parents[row]) for row in level])
-            step = self._own.draft_rows(level, shape.parents, tokens)
-            self._guess = yield Pass(self._drafter.guess, Nodes(step, states=states, asked=len(level)))
-        return self._guess.logits
-
-    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
-        depth = grown.depths[level[0]]
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
+        depth = tree.depths[level[0]]
         assert self._guess is not None
         if self._drafter.at_once:  # the distribution does not depend on the tokens above it
             return Behind(self._guess.logits[depth][None])
         if depth:
-            states = rows_at(self._guess.states, [self._level.index(grown.parents[node]) for node in level])
-            step = self._own.draft_rows(level, grown.parents, [grown.tokens[node] for node in level])
+            states = rows_at(self._guess.states, [self._level.index(tree.parents[node]) for node in level])
+            step = self._own.draft_rows(level, tree.parents, tokens)
             self._guess = yield Pass(self._drafter.guess, Nodes(step, states=states, asked=len(level)))
         self._level = level
         return Behind(self._guess.logits)

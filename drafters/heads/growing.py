@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import count
 from operator import add
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from drafters.heads.drawing import drawn, planned
 from drafters.heads.growth import Growth
 from drafters.heads.native_growth import Grown
-from drafters.heads.settled import Settled
 from drafters.shared.ranks import Ranks
 from drafters.shared.scored_tree import Guesses
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
 from specdec.costs.curve import pass_price
 from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, Observation
-from specdec.errors import ConfigError, shown
 from specdec.sampling.noise import Noise
-from specdec.settings.parsing import check_positive
 from specdec.step.forward_passes import Passes
 from specdec.step.tree import Draft, Hints
 
-__all__ = ["WIDTH", "Behind", "GrowingOptions", "GrowingSession", "HeadOptions"]
+__all__ = ["WIDTH", "Behind", "GrowingSession", "Tokens"]
+
+Tokens = Sequence[int] | torch.Tensor
+"""Of a level's nodes; where rounds stay on a device, int64 [N] there."""
 
 WIDTH = 8
 """Most rows of a level that are extended."""
@@ -35,34 +35,6 @@ WIDTH = 8
 _MOST, _FAINT = 63, 0.01  # most rows below the root; rows of a smaller chance are skipped even where rows are free
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # prior: the share of promised guesses that are right, and its weight in guesses
 _ACCEPTED = 0.6  # prior: the share of nodes with an accepted child
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowingOptions:
-    """Options of drafters whose trees grow; subclasses document them, and set ``where`` and defaults of their own.
-
-    Attributes:
-        where: beginning of the options' names in error messages.
-    """
-
-    where: ClassVar[str]
-    tokens: int | None = None
-    rows: int | None = None
-    branch: int = 8
-    min_chance: float | None = None
-
-    def __post_init__(self) -> None:
-        check_positive(self.where, tokens=self.tokens, rows=self.rows, branch=self.branch)
-        if self.min_chance is not None and not 0 <= self.min_chance <= 1:
-            raise ConfigError(f"{self.where}min_chance is {shown(self.min_chance)}; it is a probability, in [0, 1]")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadOptions(GrowingOptions):
-    """Options of drafters that load a head; see GrowingOptions."""
-
-    head: str | None = None
-    check_target: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +79,7 @@ class GrowingSession(BatchedSession):
         self._least: float | None = options.min_chance
         self._branch, self._rows = options.branch, options.rows or _MOST
         self._deepest, self._at_once = depth, at_once
-        self._grown: Growth | Grown | Settled | None = None
+        self._grown: Growth | Grown | None = None
         self._stays = False  # whether rounds stay on a device; their shapes are settled beforehand
         self._passes = 0
         params = context.sampling
@@ -151,7 +123,7 @@ class GrowingSession(BatchedSession):
         """Grow a tree level by level, as far as that pays; the draft has the likeliest rows."""
         level = [0]
         while True:
-            depth, behind = grown.depths[level[0]], (yield from self._behind(grown, level))
+            depth, behind = grown.depths[level[0]], (yield from self._guessed(grown, level))
             logits = behind.logits.expand(len(level), -1) if self._reads_prefix else behind.logits
             scores = self._scores(logits, [grown.path(node) for node in level])
             guesses = self._ranked(scores, depth, min(self._branch, most))
@@ -177,7 +149,7 @@ class GrowingSession(BatchedSession):
         """Draw a tree level by level, as far as that pays; all rows that are drawn are verified."""
         q, level, turns = dict[int, torch.Tensor](), [0], count()
         while True:
-            depth, behind = grown.depths[level[0]], (yield from self._behind(grown, level))
+            depth, behind = grown.depths[level[0]], (yield from self._guessed(grown, level))
             shares, chances = self._drawable(behind, [grown.path(node) for node in level])
             reach, usual, rows = [grown.reach[node] for node in level], self._ranks.shares, len(grown) - 1
             pays = partial(self._row_pays, most=most)
@@ -230,8 +202,11 @@ class GrowingSession(BatchedSession):
         """Run the head for waiting rows; it then guesses what follows the root, or all depths up to ``deepest``."""
         raise NotImplementedError
 
-    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
-        """Guesses behind nodes of one depth."""
+    def _guessed(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
+        return (yield from self._behind(grown, level, [grown.tokens[node] for node in level]))
+
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
+        """Guesses behind nodes of one depth, which hold these tokens."""
         raise NotImplementedError
 
     @property

@@ -19,16 +19,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from drafters.heads.chain_step import Guess, Nodes
-from drafters.heads.growing import WIDTH, Behind, HeadOptions
+from drafters.heads.growing import WIDTH, Behind, Tokens
 from drafters.heads.growth import Growth
+from drafters.heads.head_step import Guess
+from drafters.heads.later_layer import LaterLayer, above_in
 from drafters.heads.mtp_layout import MtpTensors, find_mtp, has_mtp
 from drafters.heads.mtp_step import MtpStep, check_described
+from drafters.heads.options import HeadOptions
 from drafters.heads.session import CHUNK, HeadDrafter
-from drafters.heads.settled import Settled
 from drafters.heads.unread import UnreadSession
 from drafters.heads.weights import FORMAT, WEIGHTS
 from drafters.shared.fingerprint import fingerprint
+from drafters.shared.own_cache import Nodes
 from drafters.shared.weights import WeightsConfig, check_fit, reading, save_weights
 from specdec.drafter import Context
 from specdec.errors import CheckpointError, ConfigError
@@ -183,7 +185,7 @@ class MtpSession(UnreadSession):
         self._step = step
         text = context.prompt_length + context.remaining
         more = max(rows + (options.rows or 0), min(CHUNK, text)) + rows
-        self._later = [_Later(KVCache([spec], capacity=text, rows=more)) for spec in step.specs[1:]]
+        self._later = [LaterLayer(KVCache([spec], capacity=text, rows=more)) for spec in step.specs[1:]]
         self._stays = self._stays and not self._later  # a later layer's rows have tokens of the text and of the draft
         self._anew = 0  # from this position on all hidden states are known
         self._logits: torch.Tensor | None = None  # behind the latest level's nodes
@@ -191,7 +193,7 @@ class MtpSession(UnreadSession):
         self._stage = 0
 
     def missed(self) -> None:
-        self._miss()
+        super().missed()
         self._anew = self._next
         for own in self._later:
             own.miss(self._anew)
@@ -215,11 +217,6 @@ class MtpSession(UnreadSession):
                 (guess,) = self._step.stages[stage]([Nodes(StepInput.of(own.cache, tokens), states, asked=0)])
                 own.cache.commit(range(len(tokens)))
                 self._hand_on(stage, first, guess.states)
-
-    def _tokens_of(self, features: torch.Tensor) -> list[int]:
-        """The tokens that belong to the next hidden states; each stands one position behind its state."""
-        first = self._next + 1
-        return self._context.tokens[first : first + len(features)]
 
     def _hand_on(self, stage: int, first: int, states: torch.Tensor) -> None:
         """Keep a layer's outputs for the text from position ``first`` on, as inputs of the next layer."""
@@ -247,41 +244,29 @@ class MtpSession(UnreadSession):
         self._hand_on(0, first, guess.states)
         self._logits, self._states, self._stage = guess.logits, {0: guess.states[-1:]}, 0
 
-    def _logits_there(
-        self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor
-    ) -> Passes[torch.Tensor]:
-        level = shape.levels[depth]
-        if depth:
-            states = torch.cat([self._states[shape.parents[row]] for row in level])
-            step = self._own.draft_rows(level, shape.parents, tokens)
-            yield from self._run(Nodes(step, states=states, asked=len(level)), level)
-        assert self._logits is not None
-        return self._logits
-
-    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
-        depth, most = grown.depths[level[0]], len(self._context.tokens) - 2 - self._anew
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
+        depth, most = tree.depths[level[0]], len(self._context.tokens) - 2 - self._anew
         if depth:
             # Each layer starts one token later than the one before, so a short text does not reach all layers, nor
             # does the one behind a rest.
             stage = min(depth, len(self._later), most)
             if stage > self._stage:
-                yield from self._next_layer(grown, level, stage)
+                yield from self._next_layer(tree, level, stage)
             else:
-                yield from self._same_layer(grown, level)
+                yield from self._same_layer(tree, level, tokens)
         assert self._logits is not None
         return Behind(self._logits)
 
-    def _same_layer(self, grown: Growth, level: Sequence[int]) -> Passes[None]:
+    def _same_layer(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[None]:
         """Run the same layer for the level's nodes, behind their ancestors in that layer."""
-        states = torch.cat([self._states[grown.parents[node]] for node in level])
-        tokens = [grown.tokens[node] for node in level]
+        states = torch.cat([self._states[tree.parents[node]] for node in level])
         if self._stage:
             own = self._later[self._stage - 1]
             first = len(own.parents)
-            own.grow(grown, level)
+            own.grow(tree.parents, level)
             step = StepInput.of(own.cache, tokens, (own.parents, own.depths), first=first)
         else:
-            step = self._own.draft_rows(level, grown.parents, tokens)
+            step = self._own.draft_rows(level, tree.parents, tokens)
         yield from self._run(Nodes(step, states=states, asked=len(level)), level)
 
     def _next_layer(self, grown: Growth, level: Sequence[int], stage: int) -> Passes[None]:
@@ -289,13 +274,13 @@ class MtpSession(UnreadSession):
         self._stage, own = stage, self._later[stage - 1]
         limit = len(self._context.tokens) - 1 - stage
         text, tokens = self._text_of(stage, limit)
-        above = {node for end in level for node in _above(grown, end)}
+        above = {node for end in level for node in above_in(grown, end)}
         nodes = [*sorted(above - {*level}), *level]
         root = own.states(limit, limit + 1)  # input of nodes right below the root
         given = [root if not grown.parents[node] else self._states[grown.parents[node]] for node in nodes]
         first, rows = own.next, len(tokens)
         own.begin(rows)
-        own.grow(grown, nodes)
+        own.grow(grown.parents, nodes)
         all_tokens = [*tokens, *(grown.tokens[node] for node in nodes)]
         step = StepInput.of(own.cache, all_tokens, (own.parents, own.depths))
         brought = Nodes(step, states=torch.cat([text, *given]), asked=len(level))
@@ -311,74 +296,3 @@ class MtpSession(UnreadSession):
         self._logits = guess.logits
         self._states = {node: guess.states[text + place, None] for place, node in enumerate(rows)}
         return guess
-
-
-def _above(grown: Growth, node: int) -> list[int]:
-    """A node and its ancestors below the root."""
-    found = list[int]()
-    while node:
-        found.append(node)
-        node = grown.parents[node]
-    return found
-
-
-class _Later:
-    """A layer behind the first: its cache, its inputs from the layer before, and the rows of this step's tree.
-
-    A row of text is named by its position in the text. The cache lacks the positions that were missed.
-    """
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-        self._missing = 0
-        self._first, self._given = 0, list[torch.Tensor]()
-        self.begin(0)
-
-    @property
-    def next(self) -> int:
-        """The position of the next row of the cache; valid between two steps."""
-        return self.cache.length + self._missing
-
-    @property
-    def last(self) -> int:
-        """The end of the text for which the layer before has given inputs."""
-        return self._first + sum(map(len, self._given))
-
-    def miss(self, position: int) -> None:
-        """Go on at a position of the text, without what the cache lacks before it."""
-        self._missing = position - self.cache.length
-        self._first, self._given = position, []
-
-    def put(self, first: int, states: torch.Tensor) -> None:
-        """Keep inputs [T, D] from position ``first`` on; they replace earlier ones from there on."""
-        if self._given and first < self.last:
-            self._given = [torch.cat(self._given)[: first - self._first]]
-        if first == self.last or not self._given:
-            self._first = self._first if self._given else first
-            self._given.append(states)
-
-    def states(self, first: int, last: int) -> torch.Tensor:
-        """[last - first, D] the inputs of [first, last); inputs of committed rows before them are dropped."""
-        whole = self._given[0] if len(self._given) == 1 else torch.cat(self._given)
-        keep = max(0, min(first, self.next) - self._first)
-        self._given, self._first = [whole[keep:]], self._first + keep
-        return self._given[0][first - self._first : last - self._first]
-
-    def begin(self, text: int) -> None:
-        """Begin a tree behind ``text`` rows of text."""
-        self.parents, self.depths = [*range(-1, text - 1)], [*range(text)]
-        self._places = {0: text - 1}
-
-    def grow(self, grown: Growth, nodes: Sequence[int]) -> None:
-        """Add nodes below their parents."""
-        for node in nodes:
-            above = self._places[grown.parents[node]]
-            self._places[node] = len(self.parents)
-            self.parents.append(above)
-            self.depths.append(self.depths[above] + 1)
-
-    def rebase(self, text: int) -> None:
-        """Drop the first ``text`` rows from the tree, as they are committed."""
-        self.parents = [max(above - text, -1) for above in self.parents[text:]]
-        self.depths = [depth - text for depth in self.depths[text:]]
-        self._places = {node: place - text for node, place in self._places.items()}

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from drafters.heads.chain_step import Guess, Nodes
+from drafters.heads.head_step import Guess
 from drafters.heads.mtp_layout import MtpTensors
+from drafters.shared.own_cache import Nodes, specs_of
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.names import Weight, shapes_of
 from specdec.decoder.rope import RopeTables
@@ -27,7 +28,6 @@ from specdec.execute.weights import LayersWeights
 from specdec.runners.linear import linear_kernel
 from specdec.runners.sent_rows import rows_on
 from specdec.step import device_copies
-from specdec.step.cache import LayerSpec
 from specdec.step.joining import joined
 from specdec.target import Target
 
@@ -46,7 +46,8 @@ def check_described(target: Target) -> None:
     if kind in FAMILIES:
         raise CheckpointError(
             f"mtp runs layers of the target's family by their description, and this {target.name} is run by its own "
-            "forward (execution 'modules'): take a copy of it (Engine.from_model), or load the model from its folder"
+            "forward (execution 'modules'): take a copy of it (Engine.from_model), or load the model from its folder "
+            "without execution='modules', device_map and parallel='tensor'"
         )
     raise CheckpointError(
         f"mtp runs layers of the target's family by their description, and there is none for this {target.name}: its "
@@ -74,7 +75,8 @@ def mtp_checkpoint(found: MtpTensors, target: Target) -> Checkpoint:
     shapes |= {Weight(_JOIN, number): (size, 2 * size) for number in layers}
     parts = {part: tuple(map(_inside, patterns)) for part, patterns in own.decoder.items()}
     parts |= {part: (f"layers.{{layer}}.{name}",) for part, name in _AROUND.items()}
-    names = replace(own, decoder=parts, prefixes=("",), experts=_inside(own.experts))
+    experts = {part: tuple(map(_inside, patterns)) for part, patterns in own.experts.items()}
+    names = replace(own, decoder=parts, prefixes=("",), experts=experts)
     return Checkpoint(spec, names, TensorSource(found.tensors, repr(str(found.folder))), shapes=shapes)
 
 
@@ -139,10 +141,7 @@ class MtpStep:
         own = (math.prod(shape) for weight, shape in checkpoint.shapes.items() if weight.layer == 0)
         self.weights = target.vocab_size * target.hidden_size + sum(own)
         places = [0] * depth if found.repeated else range(found.layers)
-        mixers = [self._layers[place].attention for place in places]
-        self.specs = [
-            LayerSpec(own.kv_heads, own.head_dim, own.head_dim, own.window, self.device, self.dtype) for own in mixers
-        ]
+        self.specs = specs_of([self._layers[place] for place in places], self.device, self.dtype)
         runs = [partial(self._guess, place) for place in range(found.layers)]
         self.stages = [runs[place] for place in places]
 
@@ -157,7 +156,7 @@ class MtpStep:
         weights, own = self._weights, self._layers[place]
         both = [norm(part) for norm, part in zip(weights.norms[place], (embedded, before), strict=True)]
         hidden = weights.joins[place](torch.cat(both[::-1] if self._hidden_first else both, -1))
-        mix = partial(stored_and_attended, rows, 0, own.attention)
+        mix = partial(stored_and_attended, rows, 0, own.attention, weights.layers[place].sinks)
         hidden = layer(own, weights.layers[place], hidden, self._ropes.of(own.attention.rope, rows), mix)
         last_norm = weights.last[place]
         states = hidden if last_norm is None else last_norm(hidden)

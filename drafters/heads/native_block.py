@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import Array, addressof, byref, c_int64
+from ctypes import addressof, byref, c_int64
 from typing import Any
 
+import numpy as np
 import torch
 
 from drafters.heads.forward import HeadForward
-from drafters.heads.layers import Linear, embedding_rows
+from drafters.heads.head_step import Linear, embedding_rows
 from drafters.heads.native_parts import NativeParts, packed, packed_head, runs
 from drafters.heads.weights import Block as BlockWeights
 from drafters.shared.layer_weights import product_of
 from specdec.decoder.rope import RopeTables
-from specdec.execute.native import native_layer
+from specdec.execute.native import NativeHead, run_layers, told_rows
+from specdec.execute.native_layers import NativeLayers
 from specdec.native.library import library
-from specdec.native.types import CContext, CCosSin, CHead
+from specdec.native.types import CContext
 from specdec.runners.linear import PackedWeight, linear_kernel
-from specdec.runners.native_layers import NativeLayers, address_of, described_rows
 from specdec.step.cache import KVCache
 from specdec.step.joining import joined
 from specdec.step.step_io import StepInput
-from specdec.step.torch_switches import HOST
 from specdec.target import Target
 
 __all__ = ["NativeBlock"]
@@ -62,13 +62,13 @@ class NativeBlock(NativeParts):
         self._config = config = head.config
         self._embedding, self.embeds = embedding, embedding is not None
         self.outputs = None if last is None else last.outputs
-        described = [native_layer(*own) for own in zip(forward.spec.layers, forward.layers, strict=True)]
         fc: Any = forward.fc
+        last_norm: Any = forward.norm
         self._hold((keyed, fc, last))
-        self._shape, self._layers = self._hold(NativeLayers(described)).described
+        self._layers = NativeLayers(forward.spec.layers, forward.layers)
         norm, eps = self._weights(forward.fused_norm), config.norm_eps
         self._context = CContext(addressof(fc.described), addressof(keyed.described), norm, eps)
-        self._head = None if last is None else CHead(last.described, self._weights(forward.norm), eps)
+        self._head = None if last is None else NativeHead(last_norm.by, eps, last)
 
     @classmethod
     def of(
@@ -85,16 +85,13 @@ class NativeBlock(NativeParts):
         own = embedding if isinstance(embedding, PackedWeight) else None
         return cls(head, forward, keyed, packed_head(config, last, target, fc.dtype), ropes, own)
 
-    def absorb(self, text: StepInput, features: torch.Tensor, turns: Array[CCosSin] | None = None) -> None:
-        """Store keys and values of T rows of text with ``features`` [T, taps x D].
-
-        ``turns`` are :meth:`turns` of the text's positions, where they are known.
-        """
+    def absorb(self, text: StepInput, features: torch.Tensor) -> None:
+        """Store keys and values of T rows of text with ``features`` [T, taps x D]."""
         features = features.to("cpu", self.dtype).contiguous()
-        told, kept = described_rows(text, self.turns(text.end) if turns is None else turns)
+        told, kept = told_rows(text, self.turns)
         library().specdec_absorb(
-            byref(self._shape),
-            self._layers,
+            byref(self._layers.shape),
+            self._layers.layers,
             byref(self._context),
             byref(told),
             features.data_ptr(),
@@ -124,30 +121,26 @@ class NativeBlock(NativeParts):
         size, pairs = self._config.block_size, [*zip(caches, map(len, features), strict=True)]
         text = joined([StepInput.of(cache, range(rows)) for cache, rows in pairs])
         blocks = joined([StepInput.of(cache, range(size), first=rows) for cache, rows in pairs])
-        turns = self.turns(blocks.end)
-        self.absorb(text, features[0] if len(features) == 1 else torch.cat([*features]), turns)
-        told, kept = described_rows(blocks, turns)
+        self.absorb(text, features[0] if len(features) == 1 else torch.cat([*features]))
+        rows, numbers = told_rows(blocks, self.turns), (c_int64 * len(tokens))(*tokens)
+        told, start = rows[0], None
         ends, spans = [cache.length + own + size for cache, own in pairs], array("i")
         for layer in range(self._config.layers):
             for end in ends:
                 for span in self._config.spans(layer, end):
                     spans.extend(span)
         told.spans = spans.buffer_info()[0]
-        start, numbers = None, None
         if self._embedding is None:
             assert embedded is not None
-            start = embedded.contiguous()
+            start = embedded
         else:
-            numbers = (c_int64 * len(tokens))(*tokens)
             told.tokens, told.embedding = addressof(numbers), addressof(self._embedding.described)
-        out = torch.empty(blocks.rows, self._config.width, dtype=self.dtype, device=HOST)
-        logits = None if self.outputs is None else torch.empty(len(wanted), self.outputs, dtype=self.dtype, device=HOST)
-        normed = None if logits is None else torch.empty_like(out)
-        count = len(wanted)
-        library().specdec_run_layers(
-            byref(self._shape), self._layers, byref(told), address_of(start), out.data_ptr(), None, 0,
-            self._config.layers, self._head, address_of(normed), (c_int64 * count)(*wanted), count,
-            address_of(logits), (c_int64 * count)(), 0, None, None, None, None, None, torch.get_num_threads(),
-        )  # fmt: skip
-        del kept, numbers  # the library has read them
-        return (out if normed is None else normed)[[*wanted]], logits
+        reading = (
+            None if self._head is None else self._head.reading(blocks.rows, np.array(wanted, dtype=np.int64), True)
+        )
+        out, _ = run_layers(self._layers, rows, start, 0, self._config.layers, reading=reading)
+        del numbers, spans  # the library has read them
+        if reading is None:
+            return out[[*wanted]], None
+        assert reading.normed is not None
+        return reading.normed[[*wanted]], reading.logits

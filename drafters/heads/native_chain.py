@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from drafters.heads.forward import HeadForward
-from drafters.heads.layers import Linear, embedding_rows
+from drafters.heads.head_step import Linear, embedding_rows
 from drafters.heads.native_parts import NativeParts, packed, packed_head, runs
 from drafters.heads.weights import Chain
 from specdec.decoder.rope import RopeTables
-from specdec.execute.native import native_layer
+from specdec.execute.native import told_rows
+from specdec.execute.native_layers import NativeLayers, address_of
 from specdec.native.library import library
 from specdec.native.types import CChain, CHead, place_of
 from specdec.runners.linear import PackedWeight
-from specdec.runners.native_layers import NativeLayers, address_of, described_rows
 from specdec.step.step_io import StepInput
 from specdec.step.torch_switches import HOST
 from specdec.target import Target
@@ -59,7 +59,7 @@ class NativeChain(NativeParts):
         if isinstance(fc, PackedWeight):
             self.features = fc.inputs - (spec.width if spec.fuse == "join" else 0)
         self.taps = self.features // config.hidden_size
-        shape, layer = self._hold(NativeLayers([native_layer(spec.layers[0], forward.layers[0])])).described
+        native = self._hold(NativeLayers(spec.layers, forward.layers))
         fused = None if fc is None else addressof(self._hold(fc).described)
         norm: Any = forward.norm
         epsilon = config.norm_eps
@@ -69,8 +69,8 @@ class NativeChain(NativeParts):
         self.grows = self.embeds and last is not None
         drafted = head.draft_tokens
         self.described = CChain(
-            shape,
-            layer=addressof(layer),
+            native.shape,
+            layer=addressof(native.layers),
             head=None if head_of is None else addressof(self._hold(head_of)),
             fuse=fused if spec.fuse == "fc" else None,
             join=fused if spec.fuse == "join" else None,
@@ -136,7 +136,7 @@ class NativeChain(NativeParts):
             if own is not None:
                 states[first : first + len(own)] = own
                 first += len(own)
-        told, kept = described_rows(step, self.turns(step.end))
+        told, kept = told_rows(step, self.turns)
         tokens = step.ids
         told.tokens = place_of(tokens)
         logits = (

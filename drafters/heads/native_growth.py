@@ -17,7 +17,6 @@ import torch
 from drafters.heads.native_chain import NativeChain
 from specdec.native.library import library
 from specdec.native.types import CGrowing, CTransitions
-from specdec.runners.native_layers import described_slots
 from specdec.sampling.noise import Noise
 from specdec.step.cache import KVCache
 
@@ -184,15 +183,14 @@ class NativeGrowth:
             accepted, guesses: the number of nodes with an accepted child, and the number of all nodes that were judged.
         """
         told, cache, deepest = self._told, self._cache, min(deepest, most)
-        length, slots = cache.length, None
+        length = cache.length
         if features is not None:
             self.end = length + len(text) + self._width * (deepest - 1)  # slots; positions end before
             cache.reserve(self.end)
-            slots = described_slots(cache)
-            told.slots, told.features = addressof(slots), features.buffer_info()[0]
+            told.slots, told.features = cache.listed or cache.list_slots(), features.buffer_info()[0]
         tokens = (c_int64 * len(text))(*text)
         keys = None if self._noise is None else (c_uint64 * deepest)(*self._keys_from(position, deepest))
-        self._text = slots, tokens, features, keys
+        self._text = tokens, features, keys
         told.text = addressof(tokens)
         told.keys = None if keys is None else addressof(keys)
         told.length, told.rows, told.most, told.deepest = length, len(text), most, deepest
@@ -220,7 +218,7 @@ class NativeGrowth:
 
 def grow(chain: NativeChain, several: Sequence[NativeGrowth]) -> list[Grown]:
     """The drafts that were prepared, grown together."""
-    turns = chain.turns(max(one.end for one in several))
+    turns = chain.turns.reach(max(one.end for one in several))
     pointers = (c_void_p * len(several))(*[one.address for one in several])
     library().specdec_grow(byref(chain.described), pointers, len(several), turns, torch.get_num_threads())
     return [one.grown() for one in several]

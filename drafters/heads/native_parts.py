@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 
 from drafters.heads.config import HeadConfig
 from drafters.heads.forward import HeadForward
-from drafters.heads.layers import Linear
+from drafters.heads.head_step import Linear
 from specdec.decoder.head_spec import HeadSpec
 from specdec.decoder.rope import RopeTables
 from specdec.decoder.spec import Rope
-from specdec.native.types import CCosSin
+from specdec.execute.native_layers import Turns, runs_heads_of
 from specdec.runners.linear import HeadOf, PackedWeight
-from specdec.runners.native_layers import described_turns, runs_heads_of
 from specdec.target import Target
 
 __all__ = ["NativeParts", "packed", "packed_head", "runs"]
-
-_Turns = tuple[ctypes.Array[CCosSin], int, torch.Tensor, torch.Tensor]
 
 
 class NativeParts:
@@ -29,22 +25,14 @@ class NativeParts:
     Args:
         ropes, rope: the head's rotary positions, rounded to its dtype.
         dtype: dtype of the head.
+
+    Attributes:
+        turns: the rotary positions for the library.
     """
 
     def __init__(self, ropes: RopeTables, rope: Rope, dtype: torch.dtype) -> None:
-        self.dtype, self._ropes, self._rope = dtype, ropes, rope
-        self._turns: _Turns | None = None
+        self.dtype, self.turns = dtype, Turns(ropes, (rope,))
         self._held = list[Any]()
-
-    def turns(self, end: int) -> ctypes.Array[CCosSin]:
-        """Cosines and sines of positions 0 .. ``end`` - 1 or more, for the library; valid while this object is."""
-        known = self._turns
-        if known is None or known[1] < end:
-            cos, signed_sin = self._ropes.whole(self._rope, end)
-            tables = cos.float().contiguous(), signed_sin.float().contiguous()
-            known = self._turns = (self._hold(described_turns([tables])), len(cos), *tables)
-            self._hold(tables)  # another thread may still read shorter ones
-        return known[0]
 
     def _hold(self, thing: Any) -> Any:
         self._held.append(thing)

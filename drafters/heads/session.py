@@ -115,8 +115,7 @@ class HeadSession(GrowingSession):
         self._growth: NativeGrowth | None = None
         self._missing = 0  # tokens of the text that the head's cache will never have
 
-    def _miss(self) -> None:
-        """Go on without the text that the head's cache lacks; a session's ``missed``."""
+    def missed(self) -> None:  # the head goes on without the text that its cache lacks
         self._own.miss()
         self._grown = None
         self._missing = self._context.cache.length - self._own.cache.length
@@ -143,6 +142,11 @@ class HeadSession(GrowingSession):
     def _absorb(self, features: torch.Tensor) -> None:
         """Run the head for the next rows of text, without logits."""
         raise NotImplementedError
+
+    def _tokens_of(self, features: torch.Tensor) -> list[int]:
+        """The tokens that belong to the next hidden states; each stands one position behind its state."""
+        first = self._next + 1
+        return self._context.tokens[first : first + len(features)]
 
     @property
     def _waiting(self) -> int:

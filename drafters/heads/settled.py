@@ -8,43 +8,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from drafters.heads.growth import Growth
 from drafters.shared.scored_tree import Guesses, ScoredTree
 from specdec.step.tree import Draft
 
 __all__ = ["Settled", "settle"]
 
 
-@dataclass(slots=True, eq=False)
-class Settled:
+class Settled(Growth):
     """The rows of a draft, level by level, the root first; siblings are beside each other, by rank.
 
     Attributes:
-        parents, depths: one per row.
-        chances: per row, probability that it is right where its parent is.
         levels: for each level below the root, the rows behind which it is guessed.
         draft: with the rows' tokens, once they are drafted.
     """
 
-    parents: list[int]
-    depths: list[int]
-    chances: list[float]
-    levels: list[list[int]]
-    draft: Draft | None = None
+    __slots__ = ("draft", "levels")
 
-    @property
-    def tokens(self) -> Sequence[int]:
-        """Of the rows; waits for a device where the engine has not read them."""
-        return () if self.draft is None else self.draft.on_host().tokens
-
-    def children(self, row: int) -> list[int]:
-        """The rows behind a row, the first rank first."""
-        return [child for child in range(row + 1, len(self.parents)) if self.parents[child] == row]
-
-    def promised(self, row: int) -> float:
-        """0, as the chances that the head gives are not read."""
-        return 0.0
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.levels = list[list[int]]()
+        self.draft: Draft | None = None
 
 
 def settle(
@@ -89,14 +74,13 @@ def settle(
 
 def _by_level(tree: ScoredTree, rows: Sequence[int]) -> Settled:
     """The shape of some rows of a tree, whose tokens are ranks; each row's parent is among them."""
-    found, places = Settled([-1], [0], [1.0], []), {0: 0}
+    found, places = Settled(), {0: 0}
     for depth in range(1, 1 + max(tree.depths[row] for row in rows)):
         level = [row for row in rows if tree.depths[row] == depth]
         level.sort(key=lambda row: (places[tree.parents[row]], tree.tokens[row]))
         for row in level:
-            places[row] = len(found.parents)
-            found.parents.append(places[tree.parents[row]])
-            found.depths.append(depth)
-            found.chances.append(tree.chances[row])
+            places[row], parent = len(found), places[tree.parents[row]]
+            found.below.setdefault(parent, []).append(places[row])
+            found.add(parent, 0, tree.chances[row])
         found.levels.append(sorted({places[tree.parents[row]] for row in level}))
     return found

@@ -20,7 +20,7 @@ def head_spec(config: HeadConfig) -> HeadSpec:
     """
     norm, layers = Norm(config.norm_eps, rounds_first=True), _layers(config)
     if isinstance(config, BlockConfig):
-        return HeadSpec(layers, config.width, "fc", fused_norm=norm, norm=norm)
+        return HeadSpec(layers, config.width, "fc", fused_norm=norm, onward="normed", norm=norm)
     assert isinstance(config, ChainConfig)
     if config.kind == "eagle":
         return HeadSpec(layers, config.width, "join", residual="joined")

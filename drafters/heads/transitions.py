@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from drafters.heads.layers import product
+from drafters.heads.head_step import product
 from drafters.heads.weights import Block
+from specdec.execute.native_layers import address_of
 from specdec.native.library import library
 from specdec.native.types import CTransitions
 from specdec.runners.linear import PackedWeight
-from specdec.runners.native_layers import address_of
 
 __all__ = ["Said", "Transitions"]
 

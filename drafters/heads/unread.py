@@ -13,7 +13,7 @@ import torch
 from drafters.heads.session import HeadSession
 from drafters.heads.settled import Settled, settle
 from drafters.shared.vocabulary import coupled
-from specdec.drafter import Context
+from specdec.drafter import Context, Observation
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
 from specdec.step.forward_passes import Passes
@@ -44,35 +44,27 @@ class UnreadSession(HeadSession):
         yield from self._begin(deepest if shape is None else len(shape.levels))
         if shape is None:  # settled while a device runs the root
             shape = self._settle(most, min(deepest, most))
-        tokens, q, above, first = [self._root], dict[int, torch.Tensor](), [0], 0
+        tokens, q, first = [self._root], dict[int, torch.Tensor](), 0
         for depth, level in enumerate(shape.levels):
             wanted = rows_at(tokens[-1], [row - first for row in level])
-            logits = yield from self._logits_there(shape, depth, above, wanted)
-            values, drawn_from = self._values(logits, depth, level)
+            behind = yield from self._behind(shape, level, wanted)
+            values, drawn_from = self._values(behind.logits.expand(len(level), -1), depth, level)
             if drawn_from is not None:
                 q |= {row: self._vocabulary.spread(own, 0.0) for row, own in zip(level, drawn_from, strict=True)}
             counts = [len(shape.children(row)) for row in level]
             best = values.topk(max(counts)).indices
             numbers = [own[:count] for own, count in zip(best, counts, strict=True)]
             tokens.append(self._vocabulary.tokens_at(numbers[0] if len(numbers) == 1 else torch.cat(numbers)))
-            above, first = level, shape.children(level[0])[0]
+            first = shape.children(level[0])[0]
         self._passes = 1 if self._at_once else len(shape.levels)
         hints = Hints(chances=shape.chances, cost=self._cost)
         self._grown, shape.draft = shape, Draft((), shape.parents, q=q, hints=hints, on_device=torch.cat(tokens))
         return shape.draft
 
-    def _logits_there(
-        self, shape: Settled, depth: int, above: Sequence[int], tokens: torch.Tensor
-    ) -> Passes[torch.Tensor]:
-        """[N, d] logits behind the rows of a level.
-
-        Args:
-            shape: of the draft.
-            depth: of these rows.
-            above: the rows of the level before behind which it was guessed.
-            tokens: int64 [N] of these rows.
-        """
-        raise NotImplementedError
+    def observe(self, seen: Observation) -> None:
+        if isinstance(self._grown, Settled) and self._grown.draft is not None:  # which the engine has read by now
+            self._grown.tokens = [*self._grown.draft.on_host().tokens]
+        super().observe(seen)
 
     def _settle(self, most: int, deepest: int) -> Settled:
         """The shape of a draft, by what became of tokens of each rank in this text."""

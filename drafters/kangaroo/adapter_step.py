@@ -8,28 +8,29 @@ draft costs little more than reading the weights, so work around the products ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from drafters.kangaroo.adapter import Adapter, AdapterTables, adapter_weights
+from drafters.shared.own_cache import Nodes, specs_of
 from specdec.decoder.rope import Angles
 from specdec.execute.layer import keys_values, layer
-from specdec.execute.native import native_layer
+from specdec.execute.native import NativeHead, run_layers, told_rows
+from specdec.execute.native_layers import NativeLayers, Turns, runs_heads_of
 from specdec.execute.norm import RmsNorm
 from specdec.runners.attention import attend_ends
 from specdec.runners.linear import HeadOf, PackedWeight, linear_kernel
-from specdec.runners.native_layers import NativeHead, NativeLayers, runs_heads_of
 from specdec.runners.sent_rows import rows_on
 from specdec.step import device_copies
-from specdec.step.cache import KVCache, LayerSpec
+from specdec.step.cache import KVCache
 from specdec.step.joining import joined
 from specdec.step.step_io import Part, StepInput
 
-__all__ = ["AdapterCache", "AdapterStep", "Nodes"]
+__all__ = ["AdapterStep"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+
 _NOWHERE = Angles(torch.empty(0), torch.empty(0))  # of an adapter without attention
 
 
@@ -55,17 +56,21 @@ class AdapterStep:
         self._last_norm = target_norm if target_norm is not None and self.config.variant == "none" else own
         self._head = head if adapter.head is None else linear_kernel(adapter.head.weight.detach())
         self._tables = AdapterTables(self.norm.dtype, self.norm.device)
-        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._turns = Turns(self._tables, (self._spec.attention.rope,))
         self._layer: NativeLayers | None = None
         self._native_head: NativeHead | None = None
         width = self._spec.attention.head_dim
         packed = self._parts == Part.BOTH and isinstance(self._weights.qkv, PackedWeight)
         if packed and runs_heads_of(width, self.config.intermediate_size):
-            self._layer = NativeLayers([native_layer(self._spec, self._weights)])
+            self._layer = NativeLayers([self._spec], [self._weights])
             matrix = self._head.packed if isinstance(self._head, HeadOf) else self._head
             if isinstance(matrix, PackedWeight):
                 self._native_head = NativeHead(self.norm, self.config.norm_eps, matrix)
         self.batch_invariant = self._layer is not None
+
+    def new_cache(self, capacity: int, rows: int = 1) -> KVCache:
+        """An empty cache for ``capacity`` tokens, apart from the target's, and a tree of ``rows`` rows behind them."""
+        return KVCache(specs_of([self._spec], self.norm.device, self.norm.dtype), capacity=capacity, rows=rows)
 
     def absorb(self, features: torch.Tensor, cache: KVCache) -> None:
         """Cache keys and values of ``features`` [T, D] as the next T positions."""
@@ -84,7 +89,7 @@ class AdapterStep:
         At the begin of a tree, only the last node gets logits; the nodes before it are text. Their queries are not
         needed, as the keys and values of a single layer depend on the features alone.
         """
-        features = [nodes.features for nodes in brought]
+        features = [nodes.features for nodes in brought if nodes.features is not None]
         counts = [one.step.rows if one.step.rows < one.step.tree[-1] else 1 for one in brought]
         rows = features[0] if len(features) == 1 else torch.cat(features)
         step = joined([nodes.step for nodes in brought])
@@ -113,41 +118,8 @@ class AdapterStep:
         """[N, d] logits behind the last rows of each sequence."""
         scored, head = step.last_rows(counts), self._native_head
         reading = None if head is None else head.reading(len(features), np.array(scored), False)
-        hidden, _ = native.run(features, step, *self._turned(step.end), 0, 1, (), by_row=False, reading=reading)
+        hidden, _ = run_layers(native, told_rows(step, self._turns), features, 0, 1, reading=reading)
         if reading is None:
             return self._head(self._last_norm(hidden[scored]))
         assert reading.logits is not None
         return reading.logits
-
-    def _turned(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, positions, d] float32 cosines and signed sines of at least ``end`` positions from 0 on."""
-        if self._turns is None or self._turns[0].shape[1] < end:
-            table = self._tables.whole(self._spec.attention.rope, end)
-            self._turns = table.cos[None].float(), table.signed_sin[None].float()
-        return self._turns
-
-
-class AdapterCache(KVCache):
-    """Keys and values of one sequence in the adapter, a single layer; its positions are separate from the target's.
-
-    Args:
-        capacity: most tokens that are ever committed.
-        rows: most rows of a tree behind them.
-    """
-
-    def __init__(self, adapter: AdapterStep, capacity: int, rows: int = 1) -> None:
-        own, like = adapter.config.layer.attention, adapter.norm
-        spec = LayerSpec(own.kv_heads, own.head_dim, own.head_dim, None, like.device, like.dtype)
-        super().__init__([spec], capacity=capacity, rows=rows)
-
-
-class Nodes(NamedTuple):
-    """The next nodes of the tree behind a sequence's text, or the root behind further rows of text.
-
-    Attributes:
-        features: [T, D] hidden states at the exit layer.
-        step: the nodes in the adapter's cache; without a tree, they are a chain that ends in the root.
-    """
-
-    features: torch.Tensor
-    step: StepInput

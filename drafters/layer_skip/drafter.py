@@ -2,7 +2,7 @@
 
 Attention and MLP of a layer are left out together or apart. The attentions that run write keys and values to the draft
 rows' slots in the target's own cache, behind the committed text; verification overwrites them. So there is no further
-cache, weight or state, except for the choice of sublayers. The text and measured times decide that choice, see
+cache, weight or state, except for the choice of sublayers. The text decides that choice, see
 :mod:`drafters.layer_skip.search`, or the options ``skip``, ``skip_attention`` and ``skip_mlp`` do.
 
 With ``exit_layer`` the last layers are left out, for models that were trained for that (LayerSkip, Elhoushi et al.
@@ -17,12 +17,12 @@ from typing import ClassVar
 
 import torch
 
-from drafters.heads.growing import Behind, GrowingOptions, GrowingSession
+from drafters.heads.growing import Behind, GrowingSession, Tokens
 from drafters.heads.growth import Growth
+from drafters.heads.options import GrowingOptions
 from drafters.kangaroo.drafter import Kangaroo, KangarooConfig
 from drafters.layer_skip.forward import Skip
 from drafters.layer_skip.search import best_skip, share_of
-from drafters.layer_skip.times import Times, assumed, times_of
 from drafters.shared.own_cache import OwnCache
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec.drafter import Context, DrafterBase, Observation
@@ -96,7 +96,6 @@ class LayerSkip(DrafterBase):
         super().__init__(config)
         self.vocabulary = DraftVocabulary(None, target)
         self.chosen = config.chosen or None
-        self._times: Times | None = None
 
     @classmethod
     def build(cls, config: LayerSkipConfig, target: Target) -> DrafterBase:
@@ -123,27 +122,16 @@ class LayerSkip(DrafterBase):
     def start(self, context: Context) -> LayerSkipSession:
         return LayerSkipSession(self, context)
 
-    def times(self, context: Context) -> Times:
-        """The times of the target's sublayers, measured where its cost curve is: once, as the choice must not change.
-
-        Where nothing is measured (a fixed policy, a curve of made-up times), the weights stand for the times.
-        """
-        if self._times is None:
-            target = context.target
-            timed = context.costs.machine and target.agreed_curve is None  # that several must share
-            self._times = times_of(target) if timed else assumed(target)
-        return self._times
-
     def choice(self, context: Context) -> Skip:
         """The sublayers to leave out for a sequence: the choice made on the first text serves all later texts.
 
-        Where the text depends on the proposed rows, each sequence makes its own choice, from its prompt and the times.
+        Where the text depends on the proposed rows, each sequence makes its own choice, from its prompt.
         """
         if self.config.chosen or (self.chosen is not None and not context.isolated):
             assert self.chosen is not None
             return self.chosen
         tokens = context.tokens[-_LOOKED_AT:]
-        found = best_skip(context.target, tokens, self.config.tokens, self.times(context))
+        found = best_skip(context.target, tokens, self.config.tokens)
         if not context.isolated:
             self.chosen = found
         return found
@@ -170,7 +158,7 @@ class LayerSkipSession(GrowingSession):
         target, options = context.target, drafter.config
         skip = drafter.choice(context)
         plain = target.layer_weights + target.vocab_size * target.hidden_size
-        weights = plain * share_of(target, skip, drafter.times(context))
+        weights = plain * share_of(target, skip)
         depth = min(options.tokens, max(context.max_rows - 1, 1))
         super().__init__(context, drafter.vocabulary, options, depth=depth, weights=weights)
         self._forward = Forward(target, skip.plan(target.num_layers))
@@ -191,10 +179,9 @@ class LayerSkipSession(GrowingSession):
         yield from self._run(step)
         self._own.read_text(step)
 
-    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
-        if grown.depths[level[0]]:
-            tokens = [grown.tokens[node] for node in level]
-            yield from self._run(self._own.draft_rows(level, grown.parents, tokens))
+    def _behind(self, tree: Growth, level: Sequence[int], tokens: Tokens) -> Passes[Behind]:
+        if tree.depths[level[0]]:
+            yield from self._run(self._own.draft_rows(level, tree.parents, tokens))
         assert self._logits is not None
         return Behind(self._logits)
 

@@ -1,8 +1,9 @@
-"""Choosing the sublayers to leave out, by the text itself: a knapsack over the time of each and its effect.
+"""Choosing the sublayers to leave out, by the text itself: a knapsack over the weights of each and its effect.
 
 A sublayer whose output is close to its input has little effect (their cosine is near 1). For each of several shares of
 time to save, the knapsack takes those with the least effect in total (KnapSpec). Each such draft's agreement with the
-target on the text then decides which one to use (SWIFT's measure, arXiv 2410.06916).
+target on the text then decides which one to use (SWIFT's measure, arXiv 2410.06916). A row takes as long as its weights
+take to read, so numbers of weights stand for times, and the choice is the same on every machine.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from drafters.layer_skip.forward import Skip
-from drafters.layer_skip.times import Times, layer_weights
 from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput, Wanted
 from specdec.target import Target
 
-__all__ = ["Choice", "Effect", "best_skip", "choices", "effects", "gain", "least_change", "share_of"]
+__all__ = ["Choice", "Effect", "best_skip", "choices", "effects", "gain", "layer_weights", "least_change", "share_of"]
 
-_SHARES = (0.25, 0.5, 0.75)  # of the layers' total time
+_SHARES = (0.25, 0.5, 0.75)  # of the layers' weights
 _UNITS = 200  # resolution of the knapsack
 
 
@@ -35,44 +35,44 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to run a layer: whether its ``attention`` and its ``mlp`` are left out, with what effect and time."""
+    """One way to run a layer: whether its ``attention`` and its ``mlp`` are left out, its effect, and what it reads."""
 
     change: float
-    time: float
+    weights: float
     attention: bool = False
     mlp: bool = False
 
 
-def choices(
-    effects: Sequence[Effect], times: Times, weights: tuple[Sequence[float], Sequence[float]]
-) -> list[list[Choice]]:
-    """The ways to run each layer, whole first; layers share the measured times by their ``weights``."""
-    attention, mlp = weights
-    whole = [sum(both) for both in zip(attention, mlp, strict=True)]
-    made = list[list[Choice]]()
-    for layer, effect in enumerate(effects):
-        made.append(
-            [
-                Choice(0.0, times.layers * whole[layer] / sum(whole)),
-                Choice(effect.layer, 0.0, True, True),
-                Choice(effect.mlp, times.attention * attention[layer] / sum(attention), mlp=True),
-                Choice(effect.attention, times.mlp * mlp[layer] / sum(mlp), attention=True),
-            ]
-        )
-    return made
+def layer_weights(target: Target) -> list[tuple[float, float]]:
+    """The number of weights of each layer's attention, and of the rest of it; equal numbers where they are unknown."""
+    if target.sublayer_weights:
+        return [(float(attention), float(others)) for attention, others in target.sublayer_weights]
+    each = target.layer_weights / target.num_layers
+    return [(each / 3, each * 2 / 3)] * target.num_layers
+
+
+def choices(effects: Sequence[Effect], weights: Sequence[tuple[float, float]]) -> list[list[Choice]]:
+    """The ways to run each layer, whole first; ``weights``: of each layer's attention, and of the rest of it."""
+    return [
+        [
+            Choice(0.0, attention + mlp),
+            Choice(effect.layer, 0.0, True, True),
+            Choice(effect.mlp, attention, mlp=True),
+            Choice(effect.attention, mlp, attention=True),
+        ]
+        for effect, (attention, mlp) in zip(effects, weights, strict=True)
+    ]
 
 
 def least_change(layers: Sequence[Sequence[Choice]], saved: float) -> list[Choice]:
-    """A choice for each layer: the least total change that saves at least the share ``saved`` of the layers' time.
-
-    A part that takes as long alone as its whole layer saves nothing, and changes more; so it is never run alone.
+    """A choice for each layer: the least total change that saves at least the share ``saved`` of the layers' weights.
 
     Args:
         layers: each layer's choices, the first of which runs it whole.
         saved: in [0, 1].
     """
-    total = sum(own[0].time for own in layers)
-    units = [[max(0, round(_UNITS * (own[0].time - one.time) / total)) for one in own] for own in layers]
+    total = sum(own[0].weights for own in layers)
+    units = [[max(0, round(_UNITS * (own[0].weights - one.weights) / total)) for one in own] for own in layers]
     wanted = min(round(_UNITS * saved), sum(map(max, units)))
     best: list[tuple[float, tuple[int, ...]] | None] = [
         (0.0, ()),
@@ -123,10 +123,10 @@ def _change(given: torch.Tensor, got: torch.Tensor) -> float:
     return max(0.0, 1 - float(similar.mean()))
 
 
-def best_skip(target: Target, tokens: Sequence[int], depth: int, times: Times) -> Skip:
-    """The sublayers to leave out for a text; the same text, model and times give the same result."""
+def best_skip(target: Target, tokens: Sequence[int], depth: int) -> Skip:
+    """The sublayers to leave out for a text; the same text and model give the same result."""
     found, likeliest = effects(target, tokens)
-    layers = choices(found, times, layer_weights(target))
+    layers = choices(found, layer_weights(target))
     best = Skip(), 0.0
     for share in _SHARES:
         chosen = least_change(layers, share)
@@ -142,17 +142,16 @@ def best_skip(target: Target, tokens: Sequence[int], depth: int, times: Times) -
             logits = target.forward(step).logits
         assert logits is not None
         agreement = float((logits.argmax(-1) == likeliest).float().mean())
-        if (value := gain(agreement, share_of(target, skip, times), depth)) > best[1]:
+        if (value := gain(agreement, share_of(target, skip), depth)) > best[1]:
             best = skip, value
     return best[0] or Skip.of([target.num_layers - 1])
 
 
-def share_of(target: Target, skip: Skip, times: Times) -> float:
-    """The time of a pass of one row without these sublayers, in plain steps."""
-    attention, mlp = layer_weights(target)
-    unknown = Effect(0.0, 0.0, 0.0)
-    time = times.head
-    for layer, own in enumerate(choices([unknown] * target.num_layers, times, (attention, mlp))):
-        left = layer in skip.attention, layer in skip.mlp
-        time += next(one.time for one in own if (one.attention, one.mlp) == left)
-    return time / times.plain
+def share_of(target: Target, skip: Skip) -> float:
+    """The weights that a pass of one row reads without these sublayers, as a share of a plain step's."""
+    each, head = layer_weights(target), target.vocab_size * target.hidden_size
+    left = sum(
+        attention * (layer not in skip.attention) + mlp * (layer not in skip.mlp)
+        for layer, (attention, mlp) in enumerate(each)
+    )
+    return (left + head) / (sum(map(sum, each)) + head)

@@ -42,15 +42,41 @@ one pass over masked rows makes the draft (DFlash), ``most=0`` keeps none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from specdec.decoder.spec import Layer
 from specdec.drafter import Observation
-from specdec.step.cache import KVCache
+from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.step_io import ALL, StepInput, Wanted
 
-__all__ = ["OwnCache"]
+__all__ = ["Nodes", "OwnCache", "specs_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nodes:
+    """A sequence's input to a pass of a head: the next rows of its text, or of the tree or the block behind it.
+
+    Attributes:
+        step: T tokens in the head's own cache; each is paired with the hidden state of the position before it. The
+            tokens of text before a block are not read.
+        features: [T', taps x D] hidden states of the target for the first T' rows.
+        states: [T - T', W] hidden states of its own for the other rows; None where these read none.
+        asked: number of last rows whose logits are computed; of a block its drafted rows always are.
+    """
+
+    step: StepInput
+    features: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    asked: int = 1
+
+
+def specs_of(layers: Iterable[Layer], device: torch.device, dtype: torch.dtype) -> list[LayerSpec]:
+    """What each layer caches."""
+    every = [own.attention for own in layers]
+    return [LayerSpec(own.kv_heads, own.head_dim, own.head_dim, own.window, device, dtype) for own in every]
 
 
 class OwnCache:

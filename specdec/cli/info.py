@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["info", "sections_table", "times_table"]
 
+_TIMED_ROWS = (1, 8)  # a plain step, and a small tree
+
 Times = Mapping[str, "Mapping[str, float] | str"]
 """Runner -> seconds of a step by its rows, or why it cannot run."""
 
@@ -35,8 +37,6 @@ def info(
     sections: dict[str, Any] = load(options).describe()
     times: Times = {}
     if time:
-        from specdec.models.transformers_target import time_runners
-
         prepare(options)
         with Console(stderr=True).status("Timing the runners"):
             times = time_runners(options.model, **model_arguments(options))
@@ -47,6 +47,28 @@ def info(
     console.print(sections_table(sections))
     if time:
         console.print(times_table(times))
+
+
+def time_runners(path: str, **options: Any) -> Times:
+    """Seconds of whole steps of every runner.
+
+    ``options``: those of :meth:`TransformersTarget.from_pretrained` without ``execution``.
+    """
+    from specdec.costs.measuring import measure
+    from specdec.errors import ConfigError, TargetError
+    from specdec.models.transformers_target import TransformersTarget
+    from specdec.runners import EXECUTIONS
+
+    found: dict[str, Mapping[str, float] | str] = {}
+    for name in EXECUTIONS[1:]:
+        try:
+            target = TransformersTarget.from_pretrained(path, **{**options, "execution": name})
+        except (ConfigError, TargetError) as error:
+            found[name] = str(error)
+            continue
+        curve = measure(target, rows=_TIMED_ROWS, lengths=(256,), seconds=2.0)
+        found[name] = {str(rows): seconds for rows, seconds in zip(curve.rows, curve.seconds[0], strict=True)}
+    return found
 
 
 def sections_table(sections: Mapping[str, Mapping[str, Any]]) -> Table:

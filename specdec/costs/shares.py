@@ -9,7 +9,7 @@ import torch
 
 from specdec.costs.curve import CostCurve
 from specdec.execute.native import NativeExecutor
-from specdec.native.limits import Limits, measure
+from specdec.native.limits import Arithmetic, Limits, measure
 from specdec.native.types import Kind
 from specdec.target import Target
 
@@ -22,19 +22,19 @@ class Shares:
 
     Attributes:
         limits: what the cores do.
-        multiplied: by what products were taken to multiply; None for integers, whose limit is not measured.
+        multiplied: what products multiply.
         of: ``of[i][j]`` is the least time of ``curve.rows[j]`` rows after ``curve.lengths[i]`` tokens, over its time.
     """
 
     limits: Limits
-    multiplied: str | None
+    multiplied: Sequence[Arithmetic]
     of: Sequence[Sequence[float]]
 
     def describe(self) -> str:
         """The limits, and what a share above 1 means where there is one."""
         text = f"limits: {self.limits.reading / 1e9:.1f} GB/s of reading"
-        if self.multiplied:
-            text += f", {self.limits.multiplying / 1e9:.0f} GFLOP/s of multiplying ({self.multiplied})"
+        for one in self.multiplied:
+            text += f", {self.limits.multiplying[one] / 1e9:.0f} {one.unit} of multiplying ({one})"
         highest = max(max(row) for row in self.of)
         if highest > 1:
             text += (
@@ -47,19 +47,19 @@ class Shares:
 def shares(curve: CostCurve, target: Target) -> Shares | None:
     """Measure the limits and set a curve of this target against them; None where its runner has none.
 
-    A forward's least time is that of its products, which read each weight once and multiply it with every row, plus
-    that of attention, which does so with each layer's keys and values. Each takes as long as the slower of reading and
-    multiplying.
+    A forward's least time is that of its products, each of which reads a weight once and multiplies it with every row,
+    plus that of attention, which does so with each layer's keys and values. Each takes as long as the slower of reading
+    and multiplying.
     """
     executor, specs = target.executor, target.specs
     if not isinstance(executor, NativeExecutor) or (weights := executor.weights) is None:
         return None
-    kind, tiles = Kind(weights[0].described.kind), bool(weights[0].described.tiles)
-    limits = measure(kind, tiles=tiles, threads=torch.get_num_threads())
-    in_integers = any(weight.described.kind >= Kind.QUANTISED for weight in weights)
-    read = sum(weight.nbytes for weight in weights)
-    multiplied = sum(weight.inputs * weight.outputs for weight in weights)
-    passes = 3 if tiles and kind is Kind.CODED else 1  # a float32 row goes by tiles as three rows
+    products = [
+        (weight, Arithmetic.of(Kind(weight.described.kind), tiles=bool(weight.described.tiles))) for weight in weights
+    ]
+    attends = Arithmetic.of_attention(specs[0].key_dim, half=target.dtype == torch.bfloat16)
+    multiplied = list(dict.fromkeys(one for _, one in products))
+    limits = measure({*multiplied, attends}, torch.get_num_threads())
 
     def least(rows: int, length: int) -> float:
         seen = [length if spec.window is None else min(length, spec.window) for spec in specs]
@@ -68,19 +68,15 @@ def shares(curve: CostCurve, target: Target) -> Shares | None:
             layer.attention.heads * (spec.key_dim + spec.value_dim) * count
             for layer, spec, count in zip(executor.spec.layers, specs, seen, strict=True)
         )
-        by_products = 0.0 if in_integers else 2 * multiplied * rows * passes / limits.multiplying
-        by_attention = 2 * scored * rows / limits.multiplying
-        seconds: float = max(read / limits.reading, by_products) + max(cached / limits.reading, by_attention)
+        seconds = max(cached / limits.reading, 2 * scored * rows / limits.multiplying[attends])
+        for weight, by in products:
+            in_parts = by is Arithmetic.TILES and weight.described.kind == Kind.CODED  # of a float32 row three rows
+            operations = 2 * weight.inputs * weight.outputs * rows * (3 if in_parts else 1)
+            seconds += max(weight.nbytes / limits.reading, operations / limits.multiplying[by])
         return seconds
 
     of = [
         [least(rows, length) / seconds for rows, seconds in zip(curve.rows, times, strict=True)]
         for length, times in zip(curve.lengths, curve.seconds, strict=True)
     ]
-    return Shares(limits=limits, multiplied=None if in_integers else _named(kind, tiles), of=of)
-
-
-def _named(kind: Kind, tiles: bool) -> str:
-    if tiles:
-        return "by tiles of bfloat16"
-    return "pairs of bfloat16" if kind in (Kind.PAIRS, Kind.CODED_PAIRS) else "float32"
+    return Shares(limits=limits, multiplied=multiplied, of=of)

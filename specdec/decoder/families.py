@@ -17,10 +17,14 @@ from specdec.decoder.family_names import (
     EXAONE_MOE,
     GLM,
     GLM4,
+    GPT_OSS,
+    GRANITE_MOE,
+    HUNYUAN,
     LFM2,
     MIXTRAL,
     NEIGHBOURS,
     PHI3,
+    QWEN2_MOE,
     STARCODER2,
 )
 from specdec.decoder.family_parts import (
@@ -37,6 +41,7 @@ from specdec.decoder.family_parts import (
     read_experts,
     read_gated,
     read_norm,
+    some_with_experts,
     window_of,
 )
 from specdec.decoder.names import DECODER, Names
@@ -60,19 +65,26 @@ from specdec.decoder.torch_families import (
     glm,
     glm4,
     glm4_moe,
+    gpt_oss,
     granite,
+    granite_hybrid,
+    granite_moe,
     granite_scales,
+    hunyuan,
+    hunyuan_moe,
     lfm2,
     logit_scale,
+    ministral3,
     olmo2,
     olmo3,
     phi3,
+    qwen2_moe,
     smollm3,
     starcoder2,
 )
-from specdec.errors import shown
+from specdec.errors import CheckpointError, shown
 
-__all__ = ["FAMILIES", "Family", "spec_of"]
+__all__ = ["FAMILIES", "Family", "is_described", "spec_of"]
 
 _PLAIN = Names(DECODER)
 
@@ -122,6 +134,18 @@ def spec_of(model_type: str, settings: Settings) -> DecoderSpec:
     )
     settings.check_read()
     return spec
+
+
+def is_described(config: Any) -> bool:
+    """Whether a text config of transformers describes a decoder; one with a value that cannot be would."""
+    if getattr(config, "model_type", "") not in FAMILIES:
+        return False
+    try:
+        return bool(spec_of(config.model_type, Settings.of(config)))
+    except UnknownDecoder:
+        return False
+    except CheckpointError:
+        return True
 
 
 def _llama(settings: Settings) -> list[Layer]:
@@ -186,17 +210,8 @@ def _qwen3_moe(settings: Settings) -> list[Layer]:
     window = window_of(settings) if settings.get("use_sliding_window") else None
     if window is None:
         settings.said("sliding_window", "max_window_layers")
-    norm = read_norm(settings)
-    attention = read_attention(settings, bias=biases_of(settings), qk_norm=norm, window=window)
-    dense = Layer(attention, read_gated(settings), (norm, norm))
-    if settings.get("num_experts") == 0:
-        settings.said("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-        settings.said("decoder_sparse_step", "mlp_only_layers")
-        return [dense] * settings.count("num_hidden_layers")
-    mixed = replace(dense, mlp=read_experts(settings, "num_experts", "moe_intermediate_size"))
-    every, alone = settings.count("decoder_sparse_step"), settings.get("mlp_only_layers") or ()
-    numbers = range(settings.count("num_hidden_layers"))
-    return [dense if number in alone or (number + 1) % every else mixed for number in numbers]
+    attention = read_attention(settings, bias=biases_of(settings), qk_norm=read_norm(settings), window=window)
+    return some_with_experts(settings, alike(settings, attention, read_gated(settings)))
 
 
 def _windowed(settings: Settings, attention: Attention) -> list[Layer]:
@@ -248,14 +263,24 @@ FAMILIES: Mapping[str, Family] = {
     "glm": Family("GlmForCausalLM", glm, GLM),
     "glm4": Family("Glm4ForCausalLM", glm4, GLM4),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe),
+    "gpt_oss": Family("GptOssForCausalLM", gpt_oss, GPT_OSS),
     "granite": Family("GraniteForCausalLM", granite, scales=granite_scales),
+    "granitemoe": Family("GraniteMoeForCausalLM", granite_moe, GRANITE_MOE, scales=granite_scales),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite_hybrid, GRANITE_MOE, scales=granite_scales),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM", partial(granite_moe, shared=True), GRANITE_MOE, scales=granite_scales
+    ),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", hunyuan, HUNYUAN),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM", hunyuan_moe, HUNYUAN),
     "lfm2": Family("Lfm2ForCausalLM", lfm2, LFM2),
+    "ministral3": Family("Ministral3ForCausalLM", ministral3),
     "mellum": Family("MellumForCausalLM", _mellum),
     "mixtral": Family("MixtralForCausalLM", _mixtral, MIXTRAL),
     "olmo2": Family("Olmo2ForCausalLM", olmo2, AFTER),
     "olmo3": Family("Olmo3ForCausalLM", olmo3, AFTER),
     "olmoe": Family("OlmoeForCausalLM", _olmoe),
     "phi3": Family("Phi3ForCausalLM", phi3, PHI3),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", qwen2_moe, QWEN2_MOE),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _qwen3_moe),
     "seed_oss": Family("SeedOssForCausalLM", _seed_oss),
     "smollm3": Family("SmolLM3ForCausalLM", smollm3),

@@ -6,7 +6,22 @@ from dataclasses import replace
 
 from specdec.decoder.names import DECODER, Names
 
-__all__ = ["AFTER", "AROUND", "EXAONE_MOE", "GLM", "GLM4", "LFM2", "MIXTRAL", "NEIGHBOURS", "PHI3", "STARCODER2"]
+__all__ = [
+    "AFTER",
+    "AROUND",
+    "EXAONE_MOE",
+    "GLM",
+    "GLM4",
+    "GPT_OSS",
+    "GRANITE_MOE",
+    "HUNYUAN",
+    "LFM2",
+    "MIXTRAL",
+    "NEIGHBOURS",
+    "PHI3",
+    "QWEN2_MOE",
+    "STARCODER2",
+]
 
 AROUND = Names(
     {
@@ -76,5 +91,42 @@ GLM4 = replace(
         "after.attention": ("layers.{layer}.post_self_attn_layernorm",),
         "after.mlp": ("layers.{layer}.post_mlp_layernorm",),
     },
+)
+_SHARED = ("shared.gate", "shared.up")
+GRANITE_MOE = Names(
+    {
+        **DECODER,
+        "mlp.gate_up": ("layers.{layer}.shared_mlp.input_linear",),
+        "mlp.down": ("layers.{layer}.shared_mlp.output_linear",),
+        "shared.gate_up": ("layers.{layer}.shared_mlp.input_linear",),
+        "shared.down": ("layers.{layer}.shared_mlp.output_linear",),
+        "experts.router": ("layers.{layer}.block_sparse_moe.router", "layers.{layer}.block_sparse_moe.router.layer"),
+    },
+    experts={
+        f"experts.{part}": (
+            f"layers.{{layer}}.block_sparse_moe.experts.{part}_proj",
+            f"layers.{{layer}}.block_sparse_moe.{linear}_linear.weight",
+        )
+        for part, linear in (("gate_up", "input"), ("down", "output"))
+    },
+    stacked={"mlp.gate_up": _GATE_UP, "shared.gate_up": _SHARED},
+)
+GPT_OSS = Names({**DECODER, "experts.router": ("layers.{layer}.mlp.router",)}, interleaved=True)
+_PRODUCTS = ("gate", "up", "down")
+HUNYUAN = Names(
+    {
+        **DECODER,
+        "attention.q_norm": ("layers.{layer}.self_attn.query_layernorm",),
+        "attention.k_norm": ("layers.{layer}.self_attn.key_layernorm",),
+        "experts.router": ("layers.{layer}.mlp.gate.wg",),
+        **{f"shared.{one}": (f"layers.{{layer}}.mlp.shared_mlp.{one}_proj",) for one in _PRODUCTS},
+    }
+)
+QWEN2_MOE = Names(
+    {
+        **DECODER,
+        "shared.router": ("layers.{layer}.mlp.shared_expert_gate",),
+        **{f"shared.{one}": (f"layers.{{layer}}.mlp.shared_expert.{one}_proj",) for one in _PRODUCTS},
+    }
 )
 STARCODER2 = Names({**DECODER, "mlp.up": ("layers.{layer}.mlp.c_fc",), "mlp.down": ("layers.{layer}.mlp.c_proj",)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "read_experts",
     "read_gated",
     "read_norm",
+    "some_with_experts",
     "window_of",
 ]
 
@@ -91,13 +92,34 @@ def read_gated(settings: Settings, activation: str = "hidden_act") -> Gated:
     return Gated(read_activation(settings, activation), settings.count("intermediate_size"))
 
 
-def read_experts(settings: Settings, count: str, width: str, *, norm: bool | None = None) -> Experts:
-    """``norm``: where the family has no setting for it."""
-    number, chosen = settings.count(count), settings.count("num_experts_per_tok")
-    if chosen > number:
-        raise CheckpointError(f"{settings.where} says num_experts_per_tok {chosen}, and has {number} experts; mend it")
+def read_experts(
+    settings: Settings,
+    count: str,
+    width: str,
+    *,
+    norm: bool | None = None,
+    key: str = "num_experts_per_tok",
+    chosen: Any = None,
+) -> Experts:
+    """``norm``: where the family has no setting for it. ``chosen``: of this layer, where ``key`` says it for each."""
+    number, chosen = settings.count(count), settings.count(key) if chosen is None else chosen
+    if type(chosen) is not int or not 1 <= chosen <= number:
+        raise CheckpointError(f"{settings.where} says {key} {shown(chosen)}, and has {number} experts; mend it")
     norm = bool(settings.get("norm_topk_prob")) if norm is None else norm
     return Experts(read_activation(settings, "hidden_act"), settings.count(width), number, chosen, norm)
+
+
+def some_with_experts(settings: Settings, layers: Sequence[Layer], **more: Any) -> list[Layer]:
+    """Layers of one MLP, some of which have Qwen's experts in its place; ``more``: of these."""
+    settings.said("decoder_sparse_step", "mlp_only_layers")
+    if settings.get("num_experts") == 0:
+        settings.said("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        return [*layers]
+    every, alone = settings.count("decoder_sparse_step"), settings.get("mlp_only_layers") or ()
+    experts = replace(read_experts(settings, "num_experts", "moe_intermediate_size"), **more)
+    mixed = {own: replace(own, mlp=experts) for own in {*layers}}
+    places = enumerate(layers)
+    return [own if number in alone or (number + 1) % every else mixed[own] for number, own in places]
 
 
 def alike(settings: Settings, attention: Attention, mlp: Mlp, *, offset: bool = False, **more: Any) -> list[Layer]:

@@ -9,6 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.decoder.gguf_header import GgufHeader
+from specdec.decoder.gguf_mixtures import (
+    gpt_oss,
+    granite,
+    granitehybrid,
+    granitemoe,
+    hunyuan_moe,
+    olmoe,
+    qwen2moe,
+    qwen3moe,
+)
 from specdec.decoder.gguf_said import (
     biased,
     centred,
@@ -16,6 +26,7 @@ from specdec.decoder.gguf_said import (
     experts,
     kinds_of_layers,
     no_sections,
+    no_windows,
     read_rope,
     rope_base,
     sizes,
@@ -41,7 +52,8 @@ def fields_of(said: GgufHeader) -> Fields:
     """
     if (architecture := ARCHITECTURES.get(said.architecture)) is None:
         raise _unlike(said)
-    fields = {**sizes(said), **architecture(said)}
+    own = architecture(said)  # which may know better what is wrong with the sizes
+    fields = {**sizes(said), **own}
     said.check_rest()
     return fields
 
@@ -65,29 +77,11 @@ def _llama(said: GgufHeader) -> Fields:
 
 
 def _qwen2(said: GgufHeader) -> Fields:
-    return {**dense(said, "qwen2"), **_no_windows(said), **turns(said)}
+    return {**dense(said, "qwen2"), **no_windows(said), **turns(said)}
 
 
 def _qwen3(said: GgufHeader) -> Fields:
-    return {**dense(said, "qwen3"), "attention_bias": biased(said), **_no_windows(said), **turns(said)}
-
-
-def _no_windows(said: GgufHeader) -> Fields:
-    """Of a family that has them elsewhere."""
-    return {"use_sliding_window": False, **kinds_of_layers([False] * said.number("block_count"))}
-
-
-def _qwen2moe(said: GgufHeader) -> Fields:
-    shared = said.number("expert_shared_feed_forward_length", said.number("feed_forward_length"))
-    own = experts(said, "qwen2_moe", "num_experts", width="moe_intermediate_size")
-    own |= {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
-    return {**own, **_no_windows(said), **turns(said)}
-
-
-def _qwen3moe(said: GgufHeader) -> Fields:
-    own = experts(said, "qwen3_moe", "num_experts", width="moe_intermediate_size")
-    own |= {"decoder_sparse_step": 1, "norm_topk_prob": True, "use_sliding_window": False}
-    return {**own, **turns(said)}
+    return {**dense(said, "qwen3"), "attention_bias": biased(said), **no_windows(said), **turns(said)}
 
 
 def _gemma(said: GgufHeader) -> Fields:
@@ -149,38 +143,6 @@ def _phi3(said: GgufHeader) -> Fields:
     return {**dense(said, "phi3"), "sliding_window": None, "original_max_position_embeddings": trained, **own}
 
 
-def _granite_scales(said: GgufHeader) -> Fields:
-    said.only("rope.scaling.finetuned", True)  # llama.cpp's switch between rotary positions and none
-    dim = said.heads[1]
-    return {
-        "logits_scaling": said.number("logit_scale"),
-        "residual_multiplier": said.number("residual_scale", 0) or 1.0,
-        "embedding_multiplier": said.number("embedding_scale", 0) or 1.0,
-        "attention_multiplier": said.number("attention.scale", 0) or dim**-0.5,
-        "attention_bias": biased(said),
-        **turns(said),
-    }
-
-
-def _granite(said: GgufHeader) -> Fields:
-    own = {"mlp_bias": biased(said, "ffn_gate", "ffn_up", "ffn_down")}
-    return {**dense(said, "granite"), **own, **_granite_scales(said)}
-
-
-def _granitemoe(said: GgufHeader) -> Fields:
-    shared = said.number("expert_shared_feed_forward_length", 0)
-    own = experts(said, "granitemoeshared" if shared else "granitemoe", "num_local_experts")
-    return {**own, **({"shared_intermediate_size": shared} if shared else {}), **_granite_scales(said)}
-
-
-def _gpt_oss(said: GgufHeader) -> Fields:
-    said.only("rope.freq_base_swa", rope_base(said))
-    own = experts(said, "gpt_oss", "num_local_experts")
-    own["intermediate_size"] = said.number("expert_feed_forward_length")
-    own["sliding_window"] = said.number("attention.sliding_window")
-    return {**own, **kinds_of_layers(windowed(said, 2)), **turns(said)}
-
-
 def _mistral3(said: GgufHeader) -> Fields:
     """Its queries grow with their positions where the file says by how much; otherwise it is a Llama."""
     growth = said.number("attention.temperature_scale", 0)
@@ -198,7 +160,7 @@ def _mistral3(said: GgufHeader) -> Fields:
 
 def _smollm3(said: GgufHeader) -> Fields:
     turning = [int((layer + 1) % 4 != 0) for layer in range(said.number("block_count"))]
-    return {**dense(said, "smollm3"), "no_rope_layers": turning, **_no_windows(said), **turns(said)}
+    return {**dense(said, "smollm3"), "no_rope_layers": turning, **no_windows(said), **turns(said)}
 
 
 def _glm4(said: GgufHeader) -> Fields:
@@ -252,35 +214,32 @@ def _hunyuan(said: GgufHeader) -> Fields:
     return {**dense(said, "hunyuan_v1_dense"), **own}
 
 
-def _hunyuan_moe(said: GgufHeader) -> Fields:
-    said.only("expert_shared_feed_forward_length", said.number("feed_forward_length"))  # both are of one width
-    return {**experts(said, "hunyuan_v1_moe", "num_experts"), "attention_bias": biased(said), **turns(said)}
-
-
 ARCHITECTURES: dict[str, Callable[[GgufHeader], Fields]] = {
     "llama": _llama,
     "qwen2": _qwen2,
-    "qwen2moe": _qwen2moe,
+    "qwen2moe": qwen2moe,
     "qwen3": _qwen3,
-    "qwen3moe": _qwen3moe,
+    "qwen3moe": qwen3moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "starcoder2": _starcoder2,
     "phi3": _phi3,
-    "gpt-oss": _gpt_oss,
-    "granite": _granite,
-    "granitemoe": _granitemoe,
+    "gpt-oss": gpt_oss,
+    "granite": granite,
+    "granitehybrid": granitehybrid,
+    "granitemoe": granitemoe,
     "smollm3": _smollm3,
     "mistral3": _mistral3,
     "glm4": _glm4,
     "olmo2": _olmo2,
+    "olmoe": olmoe,
     "command-r": _command_r,
     "cohere2": _cohere2,
     "seed_oss": _seed_oss,
     "exaone4": _exaone4,
     "ernie4_5": _ernie,
     "hunyuan-dense": _hunyuan,
-    "hunyuan-moe": _hunyuan_moe,
+    "hunyuan-moe": hunyuan_moe,
 }
 """llama.cpp's name of an architecture -> what its header says, but for sizes."""

@@ -15,6 +15,7 @@ __all__ = [
     "factors_read",
     "kinds_of_layers",
     "no_sections",
+    "no_windows",
     "read_rope",
     "rope_base",
     "sizes",
@@ -27,7 +28,14 @@ _ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 _FREQUENCIES = "rope_freqs.weight"
 _SHORT, _FAR = "rope_factors_short.weight", "rope_factors_long.weight"
 _LONG = ("phi3",)  # has one divisor of each frequency up to the original context, and another one beyond it
-_DIVIDED = ("llama", "granite", "granitemoe", "exaone4", "mistral3")  # has one divisor of each frequency
+_DIVIDED = (
+    "llama",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "exaone4",
+    "mistral3",
+)  # has one divisor of each frequency
 _OWN_YARN, _BETAS = ("mistral3",), (("beta_fast", 32.0), ("beta_slow", 1.0))  # those whose files say more of YaRN
 
 
@@ -212,3 +220,8 @@ def windowed(said: GgufHeader, every: int) -> list[bool]:
 def kinds_of_layers(local: list[bool]) -> dict[str, Any]:
     """The kind of each layer, which has a window or none."""
     return {"layer_types": ["sliding_attention" if here else "full_attention" for here in local]}
+
+
+def no_windows(said: GgufHeader) -> dict[str, Any]:
+    """Of a family that has them elsewhere."""
+    return {"use_sliding_window": False, **kinds_of_layers([False] * said.number("block_count"))}

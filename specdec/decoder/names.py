@@ -13,13 +13,15 @@ from typing import NamedTuple
 
 from specdec.decoder.spec import Attention, DecoderSpec, Experts, Layer, Norm, Plain, ShortConv
 
-__all__ = ["CHOICE", "DECODER", "FUSED", "Names", "Weight", "shapes_of"]
+__all__ = ["CHOICE", "DECODER", "EXPERTS", "FUSED", "Names", "Weight", "shapes_of"]
 
 Shape = tuple[int, ...]
 
 
 class Weight(NamedTuple):
-    """A tensor of a decoder: of which part, layer and expert; ``kind`` is ``weight``, ``bias`` or ``CHOICE``."""
+    """A tensor of a decoder: of which part, layer and expert; ``kind`` is ``weight``, ``bias``, ``CHOICE`` or empty
+    where a part is the whole name.
+    """
 
     part: str
     layer: int | None = None
@@ -46,6 +48,7 @@ DECODER: Mapping[str, tuple[str, ...]] = {
     "attention.o": ("layers.{layer}.self_attn.o_proj",),
     "attention.q_norm": ("layers.{layer}.self_attn.q_norm",),
     "attention.k_norm": ("layers.{layer}.self_attn.k_norm",),
+    "attention.sinks": ("layers.{layer}.self_attn.sinks",),
     "conv.in": ("layers.{layer}.conv.in_proj",),
     "conv.taps": ("layers.{layer}.conv.conv",),
     "conv.out": ("layers.{layer}.conv.out_proj",),
@@ -63,6 +66,12 @@ DECODER: Mapping[str, tuple[str, ...]] = {
 }
 """Part -> its module in the decoder, as most families have it."""
 
+EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "experts.gate_up": ("layers.{layer}.mlp.experts.gate_up_proj",),
+    "experts.down": ("layers.{layer}.mlp.experts.down_proj",),
+}
+"""What is fused -> its tensor in the decoder, as most families have it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Names:
@@ -72,16 +81,17 @@ class Names:
         decoder: part -> patterns of its module, in the decoder.
         prefixes: of the decoder, each of which stands before all of its names; transformers' own first.
         heads: names of the head.
-        experts: pattern of what is fused, by transformers, in the decoder.
+        experts: what is fused -> patterns of its tensor, in the decoder; their biases have ``_bias`` behind it.
         ignored: patterns of tensors that are no part of the decoder, anywhere in a name.
         stacked: a part that is of several, one above the other -> these.
         neighbours: values of a head that turn together lie beside each other, and not half a head apart.
+        interleaved: what is fused has inputs before outputs, and outputs of gate and up in turns.
     """
 
     decoder: Mapping[str, tuple[str, ...]]
     prefixes: tuple[str, ...] = ("model.", "", "model.language_model.", "language_model.model.")
     heads: tuple[str, ...] = ("lm_head", "language_model.lm_head")
-    experts: str = "layers.{layer}.mlp.experts.{fused}_proj"
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS)
     ignored: tuple[str, ...] = (
         r"rotary_emb\.inv_freq$",  # older saves have them, and they follow from the config
         r"(^|\.)(vision_tower|vision_model|multi_modal_projector)\.",  # models of images and texts are given texts
@@ -89,6 +99,7 @@ class Names:
     )
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     neighbours: bool = False
+    interleaved: bool = False
 
     def candidates(self, weight: Weight, prefix: str) -> Iterator[str]:
         """Names that a tensor may have in a checkpoint whose decoder has this prefix."""
@@ -96,10 +107,11 @@ class Names:
         if weight.part == "head":
             yield from (f"{head}.{weight.kind}" for head in self.heads)
         elif weight.part in FUSED and weight.expert is None:
-            fused = weight.part.partition(".")[2]
-            yield prefix + self.experts.format(fused=fused, **places)
+            behind = "" if weight.kind == "weight" else f"_{weight.kind}"
+            yield from (f"{prefix}{one.format(**places)}{behind}" for one in self.experts.get(weight.part, ()))
         else:
-            yield from (f"{prefix}{module.format(**places)}.{weight.kind}" for module in self.decoder[weight.part])
+            modules, behind = self.decoder.get(weight.part, ()), weight.kind and f".{weight.kind}"
+            yield from (f"{prefix}{module.format(**places)}{behind}" for module in modules)
 
     def own(self, weight: Weight) -> str:
         """Transformers' name; of experts, of what is fused, and of what is stacked the whole's."""
@@ -107,6 +119,13 @@ class Names:
         if (whole := next((one for one, parts in wholes.items() if weight.part in parts), None)) is not None:
             weight = Weight(whole, weight.layer, kind=weight.kind)
         return next(self.candidates(weight, self.prefixes[0]))
+
+    def fused_shape(self, whole: Weight, own: Experts, hidden: int) -> Shape:
+        """Of what is fused of a layer's experts, or of its biases."""
+        outputs, inputs = (hidden, own.width) if whole.part == "experts.down" else (2 * own.width, hidden)
+        if whole.kind == "bias":
+            return own.count, outputs
+        return (own.count, inputs, outputs) if self.interleaved else (own.count, outputs, inputs)
 
 
 def shapes_of(spec: DecoderSpec) -> dict[Weight, Shape]:
@@ -133,36 +152,42 @@ def _layer_shapes(layer: Layer, hidden: int) -> Iterator[tuple[Weight, Shape]]:
     yield from _attention(layer.mixer, hidden) if isinstance(layer.mixer, Attention) else _conv(layer.mixer, hidden)
     widths = (("gate", mlp.width, hidden), ("up", mlp.width, hidden), ("down", hidden, mlp.width))
     if isinstance(mlp, Experts):
-        yield Weight("experts.router"), (mlp.count, hidden)
+        yield from _with_bias(Weight("experts.router"), (mlp.count, hidden), mlp.bias)
         for expert in range(mlp.count):
-            yield from ((Weight(f"experts.{name}", expert=expert), (rows, size)) for name, rows, size in widths)
+            for name, rows, size in widths:
+                yield from _with_bias(Weight(f"experts.{name}", expert=expert), (rows, size), mlp.bias)
         if mlp.router:
             yield Weight("experts.router", kind=CHOICE), (mlp.count,)
         if mlp.shared:
             widths = (("gate", mlp.shared, hidden), ("up", mlp.shared, hidden), ("down", hidden, mlp.shared))
             yield from ((Weight(f"shared.{name}"), (rows, size)) for name, rows, size in widths)
+        if mlp.shared_gate:
+            yield Weight("shared.router"), (1, hidden)
         return
     for name, outputs, inputs in widths[isinstance(mlp, Plain) :]:
-        yield Weight(f"mlp.{name}"), (outputs, inputs)
-        if mlp.bias:
-            yield Weight(f"mlp.{name}", kind="bias"), (outputs,)
+        yield from _with_bias(Weight(f"mlp.{name}"), (outputs, inputs), mlp.bias)
+
+
+def _with_bias(weight: Weight, shape: Shape, bias: bool) -> Iterator[tuple[Weight, Shape]]:
+    """A matrix, and its bias if it has one."""
+    yield weight, shape
+    if bias:
+        yield weight._replace(kind="bias"), shape[:1]
 
 
 def _attention(own: Attention, hidden: int) -> Iterator[tuple[Weight, Shape]]:
     queries, keys = own.heads * own.head_dim, own.kv_heads * own.head_dim
     sizes = (("q", queries, hidden), ("k", keys, hidden), ("v", keys, hidden), ("o", hidden, queries))
     for name, outputs, inputs in sizes:
-        yield Weight(f"attention.{name}"), (outputs, inputs)
-        if own.bias[name == "o"]:
-            yield Weight(f"attention.{name}", kind="bias"), (outputs,)
-    if own.qk_norm:
-        yield Weight("attention.q_norm"), (queries if own.norms_all else own.head_dim,)
-        yield Weight("attention.k_norm"), (keys if own.norms_all else own.head_dim,)
+        yield from _with_bias(Weight(f"attention.{name}"), (outputs, inputs), own.bias[name == "o"])
+    for name, heads in (("q", own.heads), ("k", own.kv_heads)) if own.qk_norm else ():
+        each = (heads, own.head_dim) if own.norms_own else (own.head_dim,)
+        yield Weight(f"attention.{name}_norm"), (heads * own.head_dim,) if own.norms_all else each
+    if own.sinks:
+        yield Weight("attention.sinks", kind=""), (own.heads,)
 
 
 def _conv(own: ShortConv, hidden: int) -> Iterator[tuple[Weight, Shape]]:
     shapes = {"in": (3 * hidden, hidden), "taps": (hidden, 1, own.width), "out": (hidden, hidden)}
     for name, shape in shapes.items():
-        yield Weight(f"conv.{name}"), shape
-        if own.bias:
-            yield Weight(f"conv.{name}", kind="bias"), shape[:1]
+        yield from _with_bias(Weight(f"conv.{name}"), shape, own.bias)

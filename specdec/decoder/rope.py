@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.decoder.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
+from specdec.decoder.rope_scaling import Dynamic, Linear, Llama3, LongRope, Yarn
+from specdec.decoder.spec import Growth, Rope
 from specdec.runners.rows import Rows
 
-__all__ = ["Angles", "RopeTables", "frequencies", "rotate", "signed"]
+__all__ = ["Angles", "RopeTables", "frequencies", "grown", "rotate", "signed"]
 
 _START = 1024  # positions of a table at first
 
@@ -35,6 +36,11 @@ def rotate(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
             return heads
         return torch.cat((rotate(heads[..., :dim], angles), heads[..., dim:]), -1)
     return torch.addcmul(heads * angles.cos, heads.roll(heads.shape[-1] // 2, -1), angles.signed_sin)
+
+
+def grown(growth: Growth, positions: torch.Tensor) -> torch.Tensor:
+    """[T] float32: what queries at these positions are multiplied by."""
+    return 1 + growth.by * torch.log(1 + torch.floor(positions.float() / growth.every))
 
 
 def signed(sin: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.decoder.rope_scaling import Dynamic, Linear, Llama3, LongRope, RopeScaling, Yarn
 from specdec.decoder.settings import Settings
-from specdec.decoder.spec import Dynamic, Linear, Llama3, LongRope, Rope, RopeScaling, UnknownDecoder, Yarn
+from specdec.decoder.spec import Rope, UnknownDecoder
 from specdec.errors import CheckpointError, SpecdecWarning, shown
 
-__all__ = ["read_rope", "read_ropes", "rope_context", "rope_depends_on_length", "rope_kinds"]
+__all__ = ["read_growth", "read_rope", "read_ropes", "rope_context", "rope_depends_on_length", "rope_kinds"]
 
 _KEYS = ("rope_type", "type", "rope_theta")
+_GROWTH = ("llama_4_scaling_beta", "original_max_position_embeddings")  # of queries with their positions
 _BY_TYPE: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -28,14 +30,36 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
 """Kind of scaling -> what it reads besides ``_KEYS``."""
 
 
-def read_rope(settings: Settings, head_dim: int, *, partial: bool = False) -> Rope:
-    """The one kind of rotary positions of a model; ``partial``: its plain frequencies may be of a part of a head.
+def read_rope(
+    settings: Settings, head_dim: int, *, partial: bool = False, grows: bool = False, alpha: bool = False
+) -> Rope:
+    """The one kind of rotary positions of a model.
+
+    Args:
+        settings: the model's.
+        head_dim: of a head.
+        partial: its plain frequencies may be of a part of a head.
+        grows: its queries grow with their positions, by keys beside those of frequencies.
+        alpha: its kind ``dynamic`` may have one base for all lengths (NTK), by this key.
 
     Raises:
         UnknownDecoder: a kind of scaling that is not described.
         CheckpointError: a value is missing, or no number.
     """
-    return _rope(settings, "rope_parameters", _parameters(settings), head_dim, partial)
+    own = _parameters(settings)
+    if alpha and _kind(own) == "dynamic" and own.get("alpha"):
+        read = Settings(own, where=f"rope_parameters of {settings.where}")
+        base, by = read.number("rope_theta"), read.number("alpha")
+        return Rope(head_dim, base * by ** (head_dim / (head_dim - 2)))
+    beside = (*_GROWTH, "max_position_embeddings") if grows else ()
+    return _rope(settings, "rope_parameters", own, head_dim, partial, beside)
+
+
+def read_growth(settings: Settings) -> tuple[float, int]:
+    """By how much queries grow with their positions, 0 for not at all, and after how many positions again."""
+    read = Settings(_parameters(settings), where=f"rope_parameters of {settings.where}")
+    by, every = _GROWTH
+    return 0.0 if read.get(by) == 0 else read.number(by), read.count(every)
 
 
 def read_ropes(settings: Settings, head_dim: int, kinds: tuple[str, ...], *, partial: bool = False) -> dict[str, Rope]:
@@ -79,7 +103,7 @@ def _kind(own: Mapping[str, Any]) -> str:
     return str(own.get("rope_type") or own.get("type") or "default")
 
 
-def _rope(settings: Settings, where: str, own: Any, head_dim: int, partial: bool) -> Rope:
+def _rope(settings: Settings, where: str, own: Any, head_dim: int, partial: bool, beside: tuple[str, ...] = ()) -> Rope:
     if not isinstance(own, Mapping):
         raise CheckpointError(f"{settings.where} says {where} {shown(own)}, and it must be a table; mend its config")
     kind = _kind(own)
@@ -91,7 +115,7 @@ def _rope(settings: Settings, where: str, own: Any, head_dim: int, partial: bool
     part = 1.0 if whole else read.number("partial_rotary_factor")
     dim, base = int(head_dim * part), read.number("rope_theta")
     scaling = None if kind == "default" else _scaling(kind, read, settings, base, dim)
-    known = {*_KEYS, *_BY_TYPE[kind], "partial_rotary_factor"}
+    known = {*_KEYS, *_BY_TYPE[kind], "partial_rotary_factor", *beside}
     if left := sorted(key for key, value in own.items() if key not in known and value is not None):
         warnings.warn(
             f"{read.where} says {left[0]} {shown(own[left[0]])}, which the rope_type {kind!r} does not read: it is "

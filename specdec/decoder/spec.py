@@ -10,28 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from specdec.decoder.rope_scaling import RopeScaling
+
 __all__ = [
     "Attention",
+    "Clamp",
     "DecoderSpec",
-    "Dynamic",
     "Embedding",
     "Experts",
     "Gated",
+    "Growth",
     "Head",
     "Layer",
-    "Linear",
-    "Llama3",
-    "LongRope",
     "Mixer",
     "Mlp",
     "Norm",
     "Plain",
     "Rope",
-    "RopeScaling",
     "ShortConv",
     "Sigmoid",
     "UnknownDecoder",
-    "Yarn",
 ]
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
@@ -57,61 +55,11 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """Frequencies divided by ``factor``."""
+class Growth:
+    """Queries at position p multiplied by 1 + ``by`` log(1 + floor(p / ``every``)) (Llama 4, Ministral 3)."""
 
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Dynamic:
-    """Another base for texts beyond ``trained`` tokens; below, the base as it is but for rounding by ``factor``."""
-
-    factor: float
-    trained: int
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3:
-    """Low frequencies divided by ``factor``, high ones as they are (Llama 3.1).
-
-    ``low``, ``high``: a frequency is low or high that turns fewer or more often than so in ``trained`` tokens.
-    """
-
-    factor: float
-    low: float
-    high: float
-    trained: int
-
-
-@dataclass(frozen=True, slots=True)
-class Yarn:
-    """Low frequencies divided by ``factor``, high ones as they are (Peng et al. 2023, YaRN, arXiv 2309.00071).
-
-    ``fast``, ``slow``: turns in ``trained`` tokens, from which on a frequency is high, and up to which it is low.
-    ``whole``: the bounds between are rounded to whole dimensions. Cosines and sines are multiplied by ``attention``.
-    """
-
-    factor: float
-    trained: int
-    fast: float
-    slow: float
-    whole: bool
-    attention: float
-
-
-@dataclass(frozen=True, slots=True)
-class LongRope:
-    """Each frequency divided by its own of ``factors`` (Ding et al. 2024, LongRoPE, arXiv 2402.13753).
-
-    Cosines and sines are multiplied by ``attention``.
-    """
-
-    factors: tuple[float, ...]
-    attention: float
-
-
-RopeScaling = Linear | Dynamic | Llama3 | Yarn | LongRope
+    by: float
+    every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +85,10 @@ class Attention:
         qk_norm: of queries and keys before they turn; None for none.
         norms_all: these are of all heads together, else of each head.
         bias: of queries, keys and values; of the output.
+        norms_own: each head is multiplied by weights of its own when it is normed.
+        norms_after: queries and keys are normed after they turned.
+        sinks: each head has a score that no key has, and whose share of a row's attention adds nothing.
+        growth: of queries with their positions; None for none.
     """
 
     heads: int
@@ -149,6 +101,10 @@ class Attention:
     qk_norm: Norm | None = None
     norms_all: bool = False
     bias: tuple[bool, bool] = (False, False)
+    norms_own: bool = False
+    norms_after: bool = False
+    sinks: bool = False
+    growth: Growth | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +155,28 @@ class Sigmoid:
 
 
 @dataclass(frozen=True, slots=True)
+class Clamp:
+    """In place of an activation: g * sigmoid(``gain`` g) (u + 1), of gate and up between bounds (GPT-OSS).
+
+    Gates are at most ``limit``, and up is between -``limit`` and ``limit``.
+    """
+
+    gain: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs without biases, of which each row has the ``chosen`` likeliest of ``count``.
+    """Gated MLPs, of which each row has the ``chosen`` likeliest of ``count``.
 
     Attributes:
         act, width, count, chosen: as said.
         norm: the shares of a row's experts add up to one; else they are what the router says.
         router: what says how likely; None for the softmax of a logit for each.
         shared: width of one more, which each row has in full; 0 for none.
+        shared_gate: what that one gives is multiplied by the sigmoid of a logit of the row.
+        bias: of the router and of each expert.
+        clamp: in place of ``act``, in experts; None for none.
     """
 
     act: Activation
@@ -216,6 +186,9 @@ class Experts:
     norm: bool
     router: Sigmoid | None = None
     shared: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    clamp: Clamp | None = None
 
 
 Mlp = Gated | Plain | Experts

@@ -21,11 +21,24 @@ from specdec.decoder.family_parts import (
     read_experts,
     read_gated,
     read_norm,
+    some_with_experts,
     window_of,
 )
-from specdec.decoder.rope_settings import read_rope, read_ropes
+from specdec.decoder.rope_settings import read_growth, read_rope, read_ropes
 from specdec.decoder.settings import Settings
-from specdec.decoder.spec import Experts, Gated, Layer, Plain, ShortConv, Sigmoid, UnknownDecoder
+from specdec.decoder.spec import (
+    Attention,
+    Clamp,
+    Experts,
+    Gated,
+    Growth,
+    Layer,
+    Mlp,
+    Plain,
+    ShortConv,
+    Sigmoid,
+    UnknownDecoder,
+)
 from specdec.errors import CheckpointError, shown
 
 __all__ = [
@@ -36,22 +49,58 @@ __all__ = [
     "glm",
     "glm4",
     "glm4_moe",
+    "gpt_oss",
     "granite",
+    "granite_hybrid",
+    "granite_moe",
     "granite_scales",
+    "hunyuan",
+    "hunyuan_moe",
     "lfm2",
     "logit_scale",
+    "ministral3",
     "olmo2",
     "olmo3",
     "phi3",
+    "qwen2_moe",
     "smollm3",
     "starcoder2",
 ]
 
 
 def granite(settings: Settings) -> list[Layer]:
-    scale = settings.number("attention_multiplier")
+    return [_granite_layer(settings, biased_mlp(settings))] * settings.count("num_hidden_layers")
+
+
+def granite_moe(settings: Settings, *, shared: bool = False) -> list[Layer]:
+    """``shared``: the family has a setting for an expert that each row has."""
+    experts = _granite_experts(settings, settings.get("shared_intermediate_size") if shared else 0)
+    return [_granite_layer(settings, experts)] * settings.count("num_hidden_layers")
+
+
+def granite_hybrid(settings: Settings) -> list[Layer]:
+    """Granite 4.0 without recurrent layers, in which the expert that each row has may be the only one."""
+    settings.said(*(f"mamba_{one}" for one in ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand")))
+    settings.said("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit")
+    settings.said("normalization_function")  # published, and read by no class
+    width = settings.count("shared_intermediate_size")
+    own = _granite_layer(settings, Gated(read_activation(settings, "hidden_act"), width))
+    if settings.get("num_local_experts"):
+        own = replace(own, mlp=_granite_experts(settings, width))
+    settings.said("intermediate_size", "num_experts_per_tok")  # of the others
+    own = own if settings.get("position_embedding_type") == "rope" else _without_rope(own)
+    return by_type(settings, {"full_attention": own})
+
+
+def _granite_experts(settings: Settings, shared: int | None) -> Experts:
+    experts = read_experts(settings, "num_local_experts", "intermediate_size", norm=True)
+    return replace(experts, shared=int(shared or 0))
+
+
+def _granite_layer(settings: Settings, mlp: Mlp) -> Layer:
+    norm, scale = read_norm(settings), settings.number("attention_multiplier")
     attention = read_attention(settings, bias=biases_of(settings), scale=scale)
-    return alike(settings, attention, biased_mlp(settings), scale=settings.number("residual_multiplier"))
+    return Layer(attention, mlp, (norm, norm), scale=settings.number("residual_multiplier"))
 
 
 def granite_scales(settings: Settings) -> tuple[float, float]:
@@ -138,8 +187,10 @@ def _by_sigmoids(settings: Settings, count: str, shared: str) -> Experts:
 
 
 def cohere(settings: Settings) -> list[Layer]:
-    settings.refuse("use_qk_norm")
-    return [_beside(settings)] * settings.count("num_hidden_layers")
+    own = _beside(settings)
+    if settings.get("use_qk_norm"):
+        own = replace(own, mixer=replace(own.attention, qk_norm=layer_norm(settings), norms_own=True))
+    return [own] * settings.count("num_hidden_layers")
 
 
 def cohere2(settings: Settings) -> list[Layer]:
@@ -190,3 +241,55 @@ def glm4_moe(settings: Settings) -> list[Layer]:
     dense, mixed = (Layer(attention, mlp, (norm, norm)) for mlp in (read_gated(settings), experts))
     first = int(settings.get("first_k_dense_replace") or 0)
     return [dense if number < first else mixed for number in range(settings.count("num_hidden_layers"))]
+
+
+def gpt_oss(settings: Settings) -> list[Layer]:
+    settings.said("experts_per_token", "initial_context_length")  # published, and read by no class
+    clamp, norm = Clamp(settings.number("swiglu_alpha"), settings.number("swiglu_limit")), read_norm(settings)
+    experts = read_experts(settings, "num_local_experts", "intermediate_size", norm=True)
+    attention = read_attention(settings, bias=biases_of(settings), sinks=True)
+    own = Layer(attention, replace(experts, bias=True, clamp=clamp), (norm, norm))
+    return of_kinds(settings, own, replace(own, mixer=replace(attention, window=window_of(settings))))
+
+
+def ministral3(settings: Settings) -> list[Layer]:
+    by, every = read_growth(settings)
+    rope, growth = read_rope(settings, head_dim_of(settings), grows=True), Growth(by, every) if by else None
+    attention = read_attention(settings, rope=rope, window=window_of(settings), growth=growth)
+    return alike(settings, attention, read_gated(settings))
+
+
+def qwen2_moe(settings: Settings) -> list[Layer]:
+    settings.said("max_window_layers")  # in layer_types
+    window = window_of(settings) if settings.get("use_sliding_window") else None
+    settings.said("sliding_window")  # of 0 where it is not to be used
+    norm, shared = read_norm(settings), settings.count("shared_expert_intermediate_size")
+    attention = read_attention(settings, bias=(bool(settings.get("qkv_bias")), False))
+    dense = Layer(attention, read_gated(settings), (norm, norm))
+    layers = of_kinds(settings, dense, replace(dense, mixer=replace(attention, window=window)))
+    return some_with_experts(settings, layers, shared=shared, shared_gate=True)
+
+
+def hunyuan(settings: Settings) -> list[Layer]:
+    return alike(settings, _normed_after_turning(settings), read_gated(settings))
+
+
+def hunyuan_moe(settings: Settings) -> list[Layer]:
+    """Layers that differ in how many experts a row has, at most."""
+    number, said = settings.count("num_hidden_layers"), settings.get("moe_topk")
+    each = said if isinstance(said, list | tuple) else [said] * number
+    if len(each) != number:
+        raise CheckpointError(f"{settings.where} has {number} layers and says moe_topk {shown(said)}; mend it")
+    norm, attention, width = read_norm(settings), _normed_after_turning(settings), settings.count("intermediate_size")
+    known = dict[int, Layer]()
+    for count in each:
+        own = read_experts(settings, "num_experts", "intermediate_size", norm=True, key="moe_topk", chosen=count)
+        known.setdefault(count, Layer(attention, replace(own, shared=width), (norm, norm)))
+    return [known[count] for count in each]
+
+
+def _normed_after_turning(settings: Settings) -> Attention:
+    settings.said("eod_token_id")  # an end
+    settings.said("use_qk_norm", "norm_type", "norm_topk_prob", "num_shared_expert")  # published, read by no class
+    rope = read_rope(settings, head_dim_of(settings), alpha=True)
+    return read_attention(settings, bias=biases_of(settings), qk_norm=read_norm(settings), norms_after=True, rope=rope)

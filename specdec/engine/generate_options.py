@@ -172,7 +172,7 @@ def check_preparation(model: PreTrainedModel, input_ids: torch.Tensor, inputs: M
             )
     if kind.prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
         return
-    called: Any = Replicas(model, whole=True).root  # some keep what they made
+    called: Any = Replicas(model).root  # some keep what they made
     for more, first in ((0, True), (1, False)):  # the prompt, and a text that has gone on
         ids = torch.cat((input_ids, input_ids[:, -1:].expand(-1, more)), 1)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]

@@ -43,8 +43,7 @@ class ScheduledRows:
         asked: whether the drafting session proposed the draft. A plain step while drafting rests is shown to the
             session as a chunk of the prompt is.
         reads: whether verification reads the rows from a device.
-        judge: the verification that waits for numbers of the device.
-        numbers: these, once they are copied.
+        judge, numbers: the verification that waits for numbers of the device, and these, once they are copied.
         accepted: the path that verification found, before the text's end cut it.
     """
 
@@ -111,6 +110,7 @@ class SequenceState:
         self._by_argmax = self._sampler.greedy and sampling.acceptance != "typical"
         self._reader = self.session if self._apart and isinstance(self.session, ReadbackSession) else None
         self._forgoes = isinstance(self.session, RestingSession)
+        self._root = Draft.root(0)  # of all plain steps, each of which has its token
         self._missed = False  # whether there is text since the latest draft whose hidden states are not known
         self.scheduled: ScheduledRows | None = None
         self._top, self.logprobs = request.logprobs, list[TokenLogprobs]()
@@ -199,7 +199,8 @@ class SequenceState:
         if row_budget == 1 and context.policy is not None and not self.drafter.plans_rows and context.policy.rests:
             resting = Rest.LONG
         if resting or context.remaining <= 1 or not self._asks:
-            return self._scheduled(Draft.root(context.tokens[-1]), self._taps(resting), self._plain_top_k)
+            self._root.tokens = [context.tokens[-1]]
+            return self._scheduled(self._root, self._taps(resting), self._plain_top_k)
         self._tell_missed()
         if self._batched:
             return self._drafting(row_budget)
@@ -219,17 +220,19 @@ class SequenceState:
         context, sampler = self.context, self._sampler
         if draft.on_device is not None and (sampler.reads_drafts or not self._apart):
             draft.on_host()
-        tokens: Any = draft.tokens if draft.on_device is None else draft.on_device
-        scored, draws, decide, accept = draft.scored_rows(), None, None, None
-        unread: Sequence[Sequence[int] | None] = ()
+        scored, draws, accept = draft.scored_rows() if draft.probes else None, None, None
+        decides, unread = tuple[bool, ...](), tuple[Sequence[int] | None, ...]()
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
             draws = self._drawing
         if self._apart:
-            decide, accept = may_accept(draft, sampler, walks=asked and self._reader is not None)
+            accept, alone = may_accept(draft, sampler, walks=asked and self._reader is not None)
+            decides = (True,) if alone else ()
             unread = (sampler.unread if self._reads else None,)
         logits = None if scored is None else np.array(scored, dtype=np.int64)
-        wanted = Wanted(logits, top_k, taps, draws, decide, accept, unread)
-        step = StepInput.of(context.cache, tokens, draft.tree, wanted=wanted, entering=draft.entry)
+        wanted = Wanted(logits, top_k, taps, draws, accept, decides, unread)
+        tokens = draft.tokens if draft.on_device is None else draft.on_device
+        tree = None if draft.is_chain else draft.tree
+        step = StepInput.of(context.cache, tokens, tree, wanted=wanted, entering=draft.entry)
         return ScheduledRows(self, step, draft, asked, self._reads)
 
     def _row_budget(self, load: BatchLoad, resting: Rest) -> int:

@@ -27,20 +27,20 @@ __all__ = ["decide", "may_accept", "verifying"]
 Marks = npt.NDArray[np.bool_] | None  # [T]
 
 
-def may_accept(draft: Draft, sampler: Sampler, *, walks: bool) -> tuple[Marks, Marks]:
-    """The rows that ``match`` may accept, as ``decide`` and ``accept`` of :class:`specdec.step.step_io.Wanted`.
+def may_accept(draft: Draft, sampler: Sampler, *, walks: bool) -> tuple[Marks, bool]:
+    """The rows that ``match`` may accept, and whether the executor decides, as by :class:`specdec.step.step_io.Wanted`.
 
-    The first, where argmax or draws at a temperature alone decide, so that the executor may; the second, where
-    processors do and a session asks for the path (``walks``).
+    It does where argmax or draws at a temperature alone decide. Where processors do, rows are marked only if a session
+    asks for the path (``walks``).
     """
     if verifier_for(sampler.params, draft, sampling=sampler.sample) is not match:
-        return None, None
+        return None, False
     alone = sampler.draws_there if sampler.sample else not sampler.processors
     if not (alone or walks):
-        return None, None
+        return None, False
     rows = np.ones(len(draft), dtype=np.bool_)
     rows[[*draft.probes]] = False
-    return (rows, None) if alone else (None, rows)
+    return rows, alone
 
 
 def verifying(
@@ -97,7 +97,7 @@ def _process(draft: Draft, output: StepOutput, sampler: Sampler) -> list[int]:
 def _ended(step: StepInput, output: StepOutput, own: torch.Tensor | None, drawn: bool) -> DeviceStep:
     """What a session may read of the step; ``own``: the target's token after each row, where it was decided apart."""
     picked = output.picked
-    if step.wanted.decide is not None and picked is not None:
+    if any(step.wanted.decides) and picked is not None:
         walked = picked[0, 2:]
     else:
         decided = output.argmax_there if picked is None or not drawn else picked[:, 1]

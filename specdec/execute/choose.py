@@ -11,7 +11,8 @@ from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.errors import ConfigError
 from specdec.execute import cuda_kernels
 from specdec.execute.cuda import CudaExecutor
-from specdec.execute.native import NativeExecutor, why_not
+from specdec.execute.native import NativeExecutor
+from specdec.execute.native_layers import why_not
 from specdec.execute.torch import TorchExecutor
 
 __all__ = ["Chosen", "executor_of"]

@@ -24,7 +24,7 @@ from specdec.runners.cuts import ChosenCuts, Weight, any_rows
 from specdec.runners.graphs import LOGITS, PICKED, CudaRecorder, Outcome, StepGraphs
 from specdec.runners.recording import Recording
 from specdec.runners.rows import Rows
-from specdec.runners.sent_rows import SentRows, rows_on
+from specdec.runners.sent_rows import SentRows
 from specdec.runners.visibility import bucket
 from specdec.step.cache import KVCache
 from specdec.step.first_time import FirstTimes
@@ -75,8 +75,7 @@ class CudaExecutor(TorchExecutor):
         Raises:
             TargetError: rows that were committed already are entered again, whose first layers' slots have others now.
         """
-        rows, wanted, whole = rows_on(self.device, step, self.backend), step.wanted, last == len(self.spec.layers)
-        assert isinstance(rows, SentRows)
+        rows, wanted, whole = SentRows(step, self.device, self.backend), step.wanted, last == len(self.spec.layers)
         if step.plan.parts:
             return self._finished(rows, last, self._in_parts(hidden, rows, first, last), {})
         if whole:
@@ -178,9 +177,7 @@ class CudaExecutor(TorchExecutor):
             self._graphs.forget()
 
     def _chain(self, text: KVCache, count: int) -> SentRows:
-        rows = rows_on(self.device, StepInput.of(text, [0] * count), self.backend)
-        assert isinstance(rows, SentRows)
-        return rows
+        return SentRows(StepInput.of(text, [0] * count), self.device, self.backend)
 
     def _same(self, weight: Weight, bucket: int, cut: Any) -> bool:
         """Whether a cut of a product gives the bits of the kernels' own table."""

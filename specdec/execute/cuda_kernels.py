@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Gated, Head, Layer, Norm
+from specdec.decoder.spec import DecoderSpec
 from specdec.errors import SpecdecWarning, first_line
-from specdec.execute.knobs import unlike
+from specdec.execute.knobs import LIKE_LLAMA, unlike
 from specdec.step import device_copies
 
 __all__ = ["kernels_for", "layer_kernels", "why_not"]
@@ -22,7 +21,7 @@ __all__ = ["kernels_for", "layer_kernels", "why_not"]
 def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """The reason why the kernels cannot run a decoder; None where they can."""
     llama = "CUDA kernels compute decoders like Llama's"
-    if (why := _why_not_there(dtype, device) or unlike(spec, _computed(spec), llama)) is not None:
+    if (why := _why_not_there(dtype, device) or unlike(spec, LIKE_LLAMA, llama)) is not None:
         return why
     if len(spec.ropes) > 1:
         return "CUDA kernels read one table of rotary positions, and here they differ by layer"
@@ -41,30 +40,6 @@ def _why_not_there(dtype: torch.dtype, device: torch.device) -> str | None:
     if dtype is torch.float64:
         return "CUDA kernels compute in single and half precision, and the model in float64"
     return None
-
-
-def _computed(spec: DecoderSpec) -> DecoderSpec:
-    """What the kernels make of a decoder: all that they do not compute is at its default."""
-    layers = tuple(map(_computed_layer, spec.layers))
-    head = Head(Norm(spec.head.norm.eps), spec.head.tied)
-    return DecoderSpec(spec.architecture, spec.vocab, spec.hidden, spec.context, layers, Embedding(), head)
-
-
-def _computed_layer(layer: Layer) -> Layer:
-    own, mlp = layer.mixer, layer.mlp
-    attention: Any = isinstance(own, Attention) and Attention(
-        own.heads,
-        own.kv_heads,
-        own.head_dim,
-        own.scale,
-        replace(own.rope, dim=own.head_dim),
-        window=own.window,
-        qk_norm=None if own.qk_norm is None else Norm(own.qk_norm.eps),
-        bias=own.bias,
-    )
-    gated = Gated("silu", mlp.width, isinstance(mlp, Gated) and mlp.bias)
-    first, second = (Norm(1.0 if norm is None else norm.eps) for norm in layer.before)
-    return Layer(attention, gated, (first, second))
 
 
 @cache

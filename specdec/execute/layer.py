@@ -7,7 +7,7 @@ their keys and values go, is the caller's: it gives the attention as a function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, rotate
-from specdec.decoder.spec import Activation, Attention, Experts, Layer, Sigmoid
+from specdec.decoder.spec import Attention, Experts, Layer
+from specdec.execute.mlp import ExpertWeights, GatedWeights, PlainWeights, between, by_experts
 from specdec.execute.norm import normed_heads
 from specdec.runners.linear import DenseLinear, LinearKernel
 from specdec.step import device_copies
@@ -54,46 +55,6 @@ APART: tuple[ByRow, ByRow] = (_same, _same)
 So do heads, as their authors' code does, and training, whose residual keeps its precision under autocast.
 """
 
-_ACTS: Mapping[Activation, ByRow] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GatedWeights:
-    """Gate and up in one product, and down."""
-
-    gate_up: LinearKernel
-    down: LinearKernel
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlainWeights:
-    """Up and down."""
-
-    up: LinearKernel
-    down: LinearKernel
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertWeights:
-    """Of all experts.
-
-    Attributes:
-        router: [D] to a logit for each expert.
-        each: of each.
-        bias: [E] what is added when experts are chosen by sigmoids, in full precision, as the router then is.
-        shared: of the one that each row has, if any.
-    """
-
-    router: LinearKernel
-    each: Sequence[GatedWeights]
-    bias: torch.Tensor | None = None
-    shared: GatedWeights | None = None
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
@@ -108,6 +69,7 @@ class LayerWeights:
         heads: [H + G, 1, d] norms of queries and keys, offset included, where the layer has these.
         mlp: of one MLP, or of experts.
         taps: [W, D] of a convolution, the oldest first, and its bias [D], if it has one.
+        sinks: [H] scores that no key has, where the layer has these.
     """
 
     before: tuple[ByRow | None, ByRow | None]
@@ -117,6 +79,7 @@ class LayerWeights:
     heads: torch.Tensor | None
     mlp: GatedWeights | PlainWeights | ExpertWeights | None
     taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    sinks: torch.Tensor | None = None
 
 
 def layer(
@@ -176,10 +139,10 @@ def layer_around(
         normed = rows if norm is None else norm(rows)
         own, after = weights.mlp, weights.after and weights.after[1]
         if isinstance(spec.mlp, Experts):
-            mixed = _by_experts(spec.mlp, own, normed)
+            mixed = by_experts(spec.mlp, own, normed)
             return hidden + _scaled(mixed if after is None else after(mixed), spec.scale)
         assert isinstance(own, GatedWeights | PlainWeights)
-        hidden = _added(own.down, _between(spec.mlp.act, own, normed), hidden, after, spec.scale)
+        hidden = _added(own.down, between(spec.mlp.act, own, normed), hidden, after, spec.scale)
     return hidden
 
 
@@ -229,6 +192,8 @@ def _turned(
     """The first ``turning`` heads [1, ., T, d] of rows [T, . d], normed and at their positions; and the other heads."""
     heads = found.view(1, found.shape[0], -1, own.head_dim).transpose(1, 2)
     turned = heads[:, :turning]
+    if by is not None and own.norms_after:
+        return _normed(own, rotate(turned, angles), by), heads[:, turning:]
     return rotate(turned if by is None else _normed(own, turned, by), angles), heads[:, turning:]
 
 
@@ -244,50 +209,3 @@ def _normed(own: Attention, heads: torch.Tensor, by: torch.Tensor) -> torch.Tens
         whole = F.rms_norm(rows, rows.shape[-1:], its.flatten(), own.qk_norm.eps)
         found.append(whole.view(1, len(rows[0]), -1, own.head_dim).transpose(1, 2))
     return torch.cat(found, 1)
-
-
-def _between(act: Activation, weights: GatedWeights | PlainWeights, normed: torch.Tensor) -> torch.Tensor:
-    """[T, I] what is between gate and up, and down."""
-    if isinstance(weights, PlainWeights):
-        return _ACTS[act](weights.up(normed))
-    gate, up = weights.gate_up(normed).chunk(2, -1)
-    mixed = _ACTS[act](gate)
-    return mixed * up if mixed.requires_grad else mixed.mul_(up)
-
-
-def _by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tensor:
-    """[T, D] the sum of what each row's experts give, by their shares."""
-    if spec.router is None:
-        logits = weights.router(normed)
-        shares = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        shares, chosen = shares.topk(spec.chosen, -1)
-    else:
-        shares, chosen = _by_sigmoids(spec.router, spec.chosen, weights, normed)
-    if spec.norm:
-        shares = shares / shares.sum(-1, keepdim=True)
-    if spec.router is not None:
-        shares = shares * spec.router.scale
-    shared = weights.shared
-    total = torch.zeros_like(normed) if shared is None else shared.down(_between(spec.act, shared, normed))
-    for number in sorted({*chosen.flatten().tolist()}):
-        rows, rank = torch.where(chosen == number)
-        expert = weights.each[number]
-        own = expert.down(_between(spec.act, expert, normed[rows])) * shares[rows, rank, None]
-        total = total.index_add(0, rows, own.to(total.dtype))
-    return total
-
-
-def _by_sigmoids(
-    own: Sigmoid, count: int, weights: ExpertWeights, normed: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, count] sigmoids of the experts that are chosen, and their numbers."""
-    found = weights.router(normed.to(torch.promote_types(normed.dtype, torch.float32))).sigmoid()
-    assert weights.bias is not None
-    ranked = found + weights.bias
-    if own.best < own.groups:
-        groups = ranked.view(len(ranked), own.groups, -1)
-        best = groups.topk(2, -1).values.sum(-1).topk(own.best, -1).indices
-        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
-        ranked = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).view(ranked.shape)
-    chosen = ranked.topk(count, -1).indices
-    return found.gather(-1, chosen), chosen

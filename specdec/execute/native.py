@@ -1,102 +1,48 @@
 """NativeExecutor: a decoder in one call of C, by its spec, on a CPU.
 
 Weights are stored in panels, one layer at a time, and nothing of a checkpoint stays beside them. The order of a row's
-sums does not depend on the other rows.
+sums does not depend on the other rows. What runs at each step is in this file, what is made at load in
+:mod:`specdec.execute.native_layers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ctypes
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from ctypes import addressof, c_float, c_int64, c_uint8, c_uint64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from specdec.decoder.spec import Attention, DecoderSpec, Embedding, Experts, Gated, Head, Layer, Mlp, Norm
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.execute.knobs import unlike
-from specdec.execute.layer import GatedWeights, LayerWeights
+from specdec.execute.native_layers import NativeLayers, Turns
 from specdec.execute.torch import TorchExecutor
 from specdec.execute.weights import DecoderWeights
 from specdec.native.invariance import layer_varies, products_vary
-from specdec.native.library import library
+from specdec.native.library import check_done, library
+from specdec.native.scores import Stored
+from specdec.native.types import CHead, CRows
 from specdec.runners.linear import PackedWeight
-from specdec.runners.native_layers import NativeExperts, NativeHead, NativeLayer, NativeLayers, runs_heads_of
-from specdec.runners.sent_rows import rows_on
+from specdec.runners.rows import Rows
 from specdec.sampling.noise import key_at
 from specdec.step.step_io import FINAL, StepInput
-from specdec.step.step_output import StepOutput
+from specdec.step.step_output import StepOutput, Top
+from specdec.step.torch_switches import HOST
 
-__all__ = ["NativeExecutor", "native_layer", "why_not"]
+__all__ = ["NativeExecutor", "NativeHead", "run_layers", "told_rows"]
 
-_DTYPES = (torch.float32, torch.bfloat16)
 _CHAINS = 4  # so that where results are rounded to bfloat16, some of them differ in what is left
-
-
-def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The reason why the library cannot run a decoder; None where it can."""
-    if device.type != "cpu":
-        return f"native layers run on a CPU, and the model is on {device}"
-    if dtype not in _DTYPES:
-        return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
-    if others := sorted({type(own.mixer).__name__ for own in spec.layers} - {Attention.__name__}):
-        return f"native layers compute attention, and no {others[0]}"
-    if why := unlike(spec, _computed(spec), "native layers compute decoders like Llama's, Gemma's and Mixtral's"):
-        return why
-    if len({(own.heads, own.kv_heads, own.head_dim) for own in (layer.attention for layer in spec.layers)}) > 1:
-        return "native layers need all layers to have the same heads"
-    if len(acts := {layer.mlp.act for layer in spec.layers}) > 1:
-        return "native layers need all layers to have the same activation"
-    if not acts <= {"silu", "gelu_tanh"}:
-        return f"native layers have SiLU or GELU in its tanh form, and here it is {acts.pop()}"
-    head_dim, widths = spec.layers[0].attention.head_dim, {layer.mlp.width for layer in spec.layers}
-    if not all(runs_heads_of(head_dim, width) for width in widths):
-        return (
-            f"native layers need heads and MLPs of a multiple of 16, and here they are {head_dim} and "
-            f"{', '.join(map(str, sorted(widths)))} wide"
-        )
-    if library() is None:
-        return "native layers need a C compiler (cc, gcc or clang), and none works here"
-    return None
-
-
-def _computed(spec: DecoderSpec) -> DecoderSpec:
-    """What the library makes of a decoder: all that it does not compute is at its default."""
-    layers = {own: _computed_layer(own) for own in {*spec.layers}}
-    head = Head(_computed_norm(spec.head.norm), spec.head.tied, spec.head.cap)
-    every, ends = tuple(layers[own] for own in spec.layers), (Embedding(spec.embedding.scale), head)
-    return DecoderSpec(spec.architecture, spec.vocab, spec.hidden, spec.context, every, *ends)
-
-
-def _computed_layer(layer: Layer) -> Layer:
-    own, mlp = layer.attention, layer.mlp
-    attention = Attention(
-        own.heads,
-        own.kv_heads,
-        own.head_dim,
-        own.scale,
-        replace(own.rope, dim=own.head_dim),
-        own.window,
-        own.cap,
-        own.qk_norm and _computed_norm(own.qk_norm),
-        own.norms_all,
-        own.bias,
-    )
-    computed: Mlp = Gated(mlp.act, mlp.width, not isinstance(mlp, Experts) and mlp.bias)
-    if isinstance(mlp, Experts):
-        computed = Experts(mlp.act, mlp.width, mlp.count, mlp.chosen, mlp.norm)
-    first, second = (_computed_norm(norm or Norm(1.0)) for norm in layer.before)
-    after = layer.after and (_computed_norm(layer.after[0]), _computed_norm(layer.after[1]))
-    return Layer(attention, computed, (first, second), after)
-
-
-def _computed_norm(norm: Norm) -> Norm:
-    return Norm(norm.eps, norm.offset, norm.rounds_first)
+_INT = 4  # bytes of a row's parent, and of its depth
+_NO_HEAD = (None, None, None, 0, None, None, 0, None, None, None, None, None)
 
 
 class NativeExecutor(TorchExecutor):
-    """As :class:`TorchExecutor`, for what ``why_not`` does not rule out.
+    """As :class:`TorchExecutor`, for what :func:`specdec.execute.native_layers.why_not` does not rule out.
 
     Quantised weights stay in their blocks. ``int8``: rows that these are multiplied with are rounded to bytes.
     """
@@ -106,28 +52,20 @@ class NativeExecutor(TorchExecutor):
     def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, int8: bool = False) -> None:
         self._int8 = int8
         super().__init__(checkpoint, dtype=dtype, device=torch.device("cpu"))
-        spec, ropes = self.spec, self.spec.ropes
-        layers = [
-            native_layer(own, weights, ropes.index(own.attention.rope))
-            for own, weights in zip(spec.layers, self._weights.layers, strict=True)
-        ]
-        self._gelu = spec.layers[0].mlp.act == "gelu_tanh"
-        self._native = NativeLayers(layers, gelu=self._gelu)
-        head, norm = self._weights.head, self._weights.norm
+        spec, held, (head, norm) = self.spec, self._weights, (self._weights.head, self._weights.norm)
+        self._native = NativeLayers(spec.layers, held.layers, spec.ropes)
         assert isinstance(head, PackedWeight)
-        self._head = NativeHead(norm.by, norm.norm.eps, head)
-        self._laid = layers
-        self.varies = products_vary()
-        self.experts = _told([one.experts for one in layers if one.experts is not None])
-        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._head = None if spec.head.cap else NativeHead(norm.by, norm.norm.eps, head)
+        table = held.embedding if spec.embedding.scale == 1.0 else None
+        self._table = addressof(table.described) if isinstance(table, PackedWeight) else None
+        self._turns = Turns(self._ropes, spec.ropes)
+        self.varies, self.experts = products_vary(), self._native.experts
 
     @property
     def weights(self) -> list[PackedWeight] | None:
         """What a forward reads once, head included; None where it reads a part of it."""
-        if self.experts is not None:
-            return None
-        assert isinstance(self._weights.head, PackedWeight)
-        return [*(weight for layer in self._laid for weight in layer.products), self._weights.head]
+        head: Any = self._weights.head
+        return [*self._native.products, head] if self.experts is None else None
 
     def measure_rows(self) -> None:
         if self.varies is None:
@@ -141,9 +79,8 @@ class NativeExecutor(TorchExecutor):
             hidden = torch.randn(total, self.spec.hidden, generator=generator).to(self.dtype)
             cache = self.new_cache(capacity=total, rows=total)
             for part in torch.split(hidden, [*counts]):
-                step = StepInput.of(cache, [0] * len(part))
-                turns = self._turned(step.end)
-                found.append(self._native.run(part, step, *turns, last, last + 1, (), by_row=False)[0])
+                rows = told_rows(StepInput.of(cache, [0] * len(part)), self._turns)
+                found.append(run_layers(self._native, rows, part, last, last + 1)[0])
                 cache.commit(range(len(part)))
         return torch.cat(found)
 
@@ -153,36 +90,44 @@ class NativeExecutor(TorchExecutor):
     def attention(self) -> str:
         return "in the same call"
 
+    def run(self, step: StepInput) -> StepOutput:
+        if step.entering is not None:
+            return super().run(step)
+        last = step.plan.last
+        return self._run(step, 0, len(self._layers) if last is None else last, None)
+
     def _run(self, step: StepInput, first: int, last: int, hidden: torch.Tensor | None) -> StepOutput:
-        wanted, rows, table = step.wanted, rows_on(self.device, step, self.backend), self._weights.embedding
-        looks_up = isinstance(table, PackedWeight) and self.spec.embedding.scale == 1.0
-        if hidden is None and not looks_up:
+        wanted, native, head, reading = step.wanted, self._native, self._head, None
+        rows, tokens = told_rows(step, self._turns), None
+        if hidden is None and self._table is None:
             hidden = self.embed(step.ids)
-        whole, reading = last == len(self.spec.layers), None
-        if whole and not self.spec.head.cap:
-            draws = _first_draws(step)
-            reading = self._head.reading(step.rows, wanted.logits, FINAL in wanted.hidden, wanted.top_k, draws)
-        embedding = table if isinstance(table, PackedWeight) else None
-        turns = self._turned(step.end)
-        hidden, found = self._native.run(
-            hidden, step, *turns, first, last, wanted.hidden, by_row=False, reading=reading, embedding=embedding
-        )
-        if reading is None:
-            return self._finished(rows, last, hidden, found)
+        elif hidden is None:
+            tokens = step.ids
+            rows[0].tokens, rows[0].embedding = tokens.__array_interface__["data"][0], self._table
+        if last == len(self._layers):
+            if head is None:
+                return self._finished(Rows(step), last, *run_layers(native, rows, hidden, first, last, wanted.hidden))
+            draws = None if wanted.draws is None else _first_draws(step)
+            reading = head.reading(step.rows, wanted.logits, FINAL in wanted.hidden, wanted.top_k, draws)
+        hidden, found = run_layers(native, rows, hidden, first, last, wanted.hidden, reading)
+        del tokens  # the library has read them
         if last in wanted.hidden:
             found[last] = hidden
+        scored = None if wanted.logits is None else wanted.logits.tolist()
+        if reading is None:
+            return StepOutput(None, scored, out=hidden, hidden=found)
         if reading.normed is not None:
             found[FINAL] = reading.normed
+        best, drawn = reading.best[:], () if reading.drawn is None else reading.drawn[:]
         return StepOutput(
             reading.logits,
-            wanted.scored,
+            scored,
             out=hidden,
             hidden=found,
-            best=reading.best[:],
-            drawn=() if reading.drawn is None else reading.drawn[:],
+            best=best,
+            drawn=drawn,
             top=reading.top,
             stored=reading.stored,
-            sent=rows,
         )
 
     @contextmanager
@@ -194,63 +139,144 @@ class NativeExecutor(TorchExecutor):
         finally:
             self._native.choose_all(False)
 
-    def _turned(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[K, positions, d] float32 cosines and signed sines of the decoder's K kinds of positions."""
-        if self._turns is None or self._turns[0].shape[1] < end:
-            tables = [self._ropes.whole(rope, end) for rope in self.spec.ropes]
-            cos, signed_sin = (torch.stack(values).float() for values in zip(*tables, strict=True))
-            self._turns = cos, signed_sin
-        return self._turns
-
 
 def _first_draws(step: StepInput) -> Mapping[int, tuple[float, int]]:
     """Temperature and key of the draw behind the first row of each sequence; the others are made along the path."""
     draws = step.wanted.draws
-    if draws is None:
-        return {}
+    assert draws is not None
     each = zip(step.starts, draws.start, draws.temperature, step.lengths, strict=False)
     return {row: (by, key_at(start, length + 1)) for row, start, by, length in each if by}
 
 
-def _told(experts: Sequence[NativeExperts]) -> str | None:
-    """How many there are, and how much of their weights a row reads."""
-    if not experts:
-        return None
-    sizes = {(one.chosen, len(one.down)) for one in experts}
-    counts = " or ".join(f"{chosen} of {count}" for chosen, count in sorted(sizes))
-    whole = [sum(store.nbytes for store in (*one.gate_up, *one.down)) for one in experts]
-    read = sum(size * one.chosen / len(one.down) for size, one in zip(whole, experts, strict=True))
-    return (
-        f"in the same call: {counts} a row in {len(experts)} layers, which reads {read / 1e6:.0f} of their "
-        f"{sum(whole) / 1e6:.0f} MB; rows share an expert's reading"
+class NativeHead:
+    """The last norm and a packed head, which the same call runs behind the last layer."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float, product: PackedWeight) -> None:
+        self._norm, self._product = weight.float().contiguous(), product
+        self._head = CHead(product.described, self._norm.data_ptr(), epsilon)
+
+    def reading(
+        self,
+        total: int,
+        rows: npt.NDArray[np.int64] | None,
+        final: bool,
+        top_k: int = 1,
+        draws: Mapping[int, tuple[float, int]] | None = None,
+    ) -> Reading:
+        """Buffers for reading ``total`` rows behind the last layer; ``draws``: rows to draw -> temperature and key."""
+        product = self._product
+        count, dtype = total if rows is None else len(rows), product.dtype
+        normed = torch.empty(total, product.inputs, dtype=dtype, device=HOST) if final else None
+        normed_at = None if normed is None else normed.data_ptr()
+        wanted = None if rows is None else rows.__array_interface__["data"][0]
+        best: ctypes.Array[c_int64] = (c_int64 * count)()
+        logits = stored = top = tops = values = by = keys = drawn = address = None
+        if count:
+            logits = torch.empty(count, product.outputs, dtype=dtype, device=HOST)
+            address = logits.data_ptr()
+            stored = Stored(address, count, product.outputs, dtype is torch.bfloat16)
+        most = min(top_k, product.outputs) if top_k > 1 else 0  # the largest score alone has a cheaper search
+        if most:
+            largest = array("q", bytes(8 * count * most)), array("f", bytes(4 * count * most))
+            (tops, _), (values, _) = largest[0].buffer_info(), largest[1].buffer_info()
+            top = Top(most, *largest)
+        if draws and count:
+            by, keys, drawn = (c_float * count)(), (c_uint64 * count)(), (c_int64 * count)()
+            for place, row in enumerate(range(count) if rows is None else rows.tolist()):
+                if row in draws:
+                    by[place], keys[place] = draws[row]
+        given = (self._head, normed_at, wanted, count, address, best, most, tops, values, by, keys, drawn)
+        return Reading(normed, logits, stored, best, drawn, top, given, rows)
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """The results of a call behind the last layer.
+
+    Attributes:
+        normed: [T, D] all rows after the last norm, or None where they are not asked for.
+        logits: [R, V] logits of the rows asked for, or None.
+        stored: address of the logits for the library, or None.
+        best: [R] token with the largest logit, -1 where a row is not a distribution.
+        drawn: [R] drawn tokens, -1 where no draw was made or rounding decides; None where no draws are asked for.
+        top: the largest logits, where more than one a row is asked for.
+        arguments: the library's arguments for this reading.
+        rows: [R] the rows asked for, which they point at; None for all.
+    """
+
+    normed: torch.Tensor | None
+    logits: torch.Tensor | None
+    stored: Stored | None
+    best: ctypes.Array[c_int64]
+    drawn: ctypes.Array[c_int64] | None
+    top: Top | None
+    arguments: tuple[Any, ...]
+    rows: npt.NDArray[np.int64] | None
+
+
+def run_layers(
+    layers: NativeLayers,
+    rows: tuple[CRows, Any],
+    hidden: torch.Tensor | None,
+    first: int,
+    last: int,
+    taps: Collection[int] = (),
+    reading: Reading | None = None,
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Run [T, D] through layers [first, last); returns the result and, by layer, the inputs of layers in ``taps``.
+
+    Where ``hidden`` is None, the ``rows`` bring tokens and an embedding. The call fills the ``reading``.
+
+    Raises:
+        IndexError: the embedding lacks a token.
+        MemoryError: there is none for so many rows.
+    """
+    told, _ = rows
+    start, dtype = None, layers.dtype
+    if hidden is not None:
+        if hidden.dtype is not dtype or not hidden.is_contiguous():
+            hidden = hidden.to(dtype).contiguous()
+        start = hidden.data_ptr()
+    out = torch.empty(told.rows, layers.shape.hidden, dtype=dtype, device=HOST)
+    found: dict[int, torch.Tensor] = {}
+    wanted = None
+    if taps and (found := {tap: torch.empty_like(out) for tap in taps if first <= tap < last}):
+        wanted = (c_void_p * last)(*(found[n].data_ptr() if n in found else None for n in range(last)))
+    run = library().specdec_run_layers
+    failed = run(
+        layers.shape,
+        layers.layers,
+        told,
+        start,
+        out.data_ptr(),
+        wanted,
+        first,
+        last,
+        *(_NO_HEAD if reading is None else reading.arguments),
+        torch.get_num_threads(),
     )
+    if failed:
+        check_done(failed, run, ())
+    return out, found
 
 
-def native_layer(own: Layer, weights: LayerWeights, table: int = 0) -> NativeLayer:
-    """A layer of packed products as the library reads it; ``table``: the index of its rotary positions."""
-    attention, mlp = own.attention, weights.mlp
-    products: Any = (weights.qkv, weights.out)
-    norms: Any = (*weights.before, *(weights.after if own.after and weights.after else ()))
-    first, second, *after = norms
-    if isinstance(mlp, GatedWeights):
-        products += (mlp.gate_up, mlp.down)
-    epsilons = [0.0 if norm is None else norm.eps for norm in (*own.before, attention.qk_norm)]
-    return NativeLayer(
-        products,
-        (None if first is None else first.by, second.by),
-        (epsilons[0], epsilons[1], epsilons[2]),
-        (attention.heads, attention.kv_heads),
-        attention.head_dim,
-        attention.scale,
-        weights.heads,
-        [(norm.by, norm.norm.eps) for norm in after],
-        attention.cap,
-        table,
-        _described_experts(own.mlp, mlp) if isinstance(own.mlp, Experts) else None,
-        attention.norms_all,
-    )
-
-
-def _described_experts(own: Experts, weights: Any) -> NativeExperts:
-    gate_up, down = [one.gate_up for one in weights.each], [one.down for one in weights.each]
-    return NativeExperts(weights.router, gate_up, down, own.chosen, own.norm)
+def told_rows(step: StepInput, turns: Turns) -> tuple[CRows, Any]:
+    """The rows as the library reads them, and what has to be kept until it has done so."""
+    parents, depths = step.parents.__array_interface__["data"][0], step.depths.__array_interface__["data"][0]
+    keys, described, tree, starts = 0, list[int](), step.tree, step.starts
+    for number, text in enumerate(step.texts):
+        begin, length, rows = tree[number], step.lengths[number], starts[number + 1] - starts[number]
+        size, above = tree[number + 1] - begin, _INT * begin
+        keys = keys if keys > length + size else length + size
+        listed = text.listed or text.list_slots()
+        described += (length, size - rows, rows, parents + above, depths + above, listed)
+    blocks = (c_int64 * len(described))(*described)  # six numbers describe a sequence in types.h
+    known, cos_sin = turns.known
+    if known < step.end:
+        cos_sin = turns.reach(step.end)
+    told = CRows(step.rows, len(step.texts), keys, addressof(blocks), addressof(cos_sin))
+    parts = None
+    if step.plan.parts:
+        parts = (c_uint8 * len(step.plan.parts))(*step.plan.parts)
+        told.parts = addressof(parts)
+    return told, (blocks, step, parts)

@@ -80,6 +80,8 @@ def _rounded(values: torch.Tensor, eps: float) -> torch.Tensor:
 
 def normed_heads(heads: torch.Tensor, norm: Norm, by: torch.Tensor) -> torch.Tensor:
     """Heads [..., H, T, d], each normed and multiplied by [H, 1, d], which has the norm's offset already."""
+    if norm.centred:
+        return F.layer_norm(heads, heads.shape[-1:], None, None, norm.eps) * by
     if norm.rounds_first and heads.dtype in _HALF:
         return by * _rounded(heads, norm.eps)
     if by.dtype is heads.dtype:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from specdec.decoder.rope import Angles, RopeTables
+from specdec.decoder.rope import Angles, RopeTables, grown
 from specdec.decoder.spec import Attention, Experts, Head, Mixer
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer, layer_around
@@ -172,7 +172,7 @@ class TorchExecutor:
             if weights.taps is None:
                 if (kind := self._kinds[number]) not in angles:
                     angles[kind] = self._ropes.of(mixer.rope, rows)
-                mix = partial(stored_and_attended, rows, number, mixer)
+                mix = partial(stored_and_attended, rows, number, mixer, weights.sinks)
                 hidden = layer(own, weights, hidden, angles[kind], mix, which)
             else:
                 hidden = layer_around(own, weights, hidden, partial(gated_conv, rows, number, weights), which)
@@ -226,9 +226,9 @@ class TorchExecutor:
         head, own = self._weights.head, self.spec.head
         after = None if own.is_product else partial(_finished, own)
         if tokens is None and dtype is None:
-            return HeadOf(head, after=after)
+            return HeadOf(head, after)
         weight = rows_of(head, range(self.spec.vocab) if tokens is None else tokens)
-        return HeadOf(linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype)), after=after)
+        return HeadOf(linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype)), after)
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:
@@ -254,8 +254,16 @@ def _finished(head: Head, logits: torch.Tensor) -> torch.Tensor:
 
 
 def stored_and_attended(
-    rows: Rows, number: int, own: Attention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    rows: Rows,
+    number: int,
+    own: Attention,
+    sinks: torch.Tensor | None,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
 ) -> torch.Tensor:
     """[1, H, T, d] attention of the rows over what each of them sees, after their keys and values are stored."""
     rows.store(keys, values, number)
-    return attend(query, rows, number, own.scale, own.cap or None)
+    if own.growth is not None:
+        query = query * grown(own.growth, rows.positions[0].to(query.device)).to(query.dtype)[:, None]
+    return attend(query, rows, number, own.scale, own.cap or None, sinks)

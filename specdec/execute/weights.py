@@ -40,7 +40,7 @@ class LayersWeights:
         checkpoint: where they are.
         dtype, device: of the computation.
         kernel: makes a product of a weight [out, in] and a bias; what packs weights keeps none of the originals, and
-            leaves quantised ones in their blocks.
+            leaves quantised ones in their blocks. Those of experts stay so on a CPU whatever it is.
         int8: rows that blocks are multiplied with are rounded to bytes.
 
     Attributes:
@@ -58,6 +58,8 @@ class LayersWeights:
     ) -> None:
         self._checkpoint, self._dtype, self._device, self._kernel = checkpoint, dtype, device, kernel
         self._int8 = int8
+        # Experts in blocks stay so in torch as well: few of them run for a row, and they are most of a model.
+        self._keeps_experts = kernel is PackedWeight or PackedWeight.takes(torch.empty(0, dtype=dtype, device=device))
         self._named = dict[Weight, Callable[[], torch.Tensor]]()
         self._kernels = list[tuple[tuple[Weight, ...], Kernel]]()
         self._own = checkpoint.names.own
@@ -105,7 +107,8 @@ class LayersWeights:
         trim_heap()
         both = (before[0], before[1]), (after[0], after[1]) if after else None
         heads, taps = (self._heads(number, spec.attention), None) if attends else (None, self._taps(number))
-        return LayerWeights(*both, qkv, out, heads, mlp, taps)
+        sinks = Weight("attention.sinks", number, kind="") if attends and spec.attention.sinks else None
+        return LayerWeights(*both, qkv, out, heads, mlp, taps, None if sinks is None else self._alone(sinks))
 
     def _gated(self, part: str, number: int) -> GatedWeights:
         gate_up = self.read_product(Weight(f"{part}.gate", number), Weight(f"{part}.up", number))
@@ -120,7 +123,9 @@ class LayersWeights:
             router = DenseLinear(self._alone(place).to(full))
             bias = self._checkpoint.read(place._replace(kind=CHOICE)).to(self._device, full)
         each = self._experts(number)
-        return ExpertWeights(router, each, bias, self._gated("shared", number) if own.shared else None)
+        shared = self._gated("shared", number) if own.shared else None
+        gate = self.read_product(Weight("shared.router", number)) if own.shared_gate else None
+        return ExpertWeights(router, each, bias, shared, gate)
 
     def read_norm(self, norm: Norm, weight: Weight) -> RmsNorm | LayerNorm:
         """A norm by this weight."""
@@ -132,7 +137,7 @@ class LayersWeights:
     def _alone(self, weight: Weight) -> torch.Tensor:
         """A tensor that nothing is multiplied by as a matrix."""
         found = self._stacked([self._checkpoint.read(weight)])
-        self._named[weight] = partial(_same, found)
+        self._named[weight] = partial(self._checkpoint.as_named(weight), found)
         return found
 
     def _table(self, weight: Weight) -> torch.Tensor | PackedWeight:
@@ -147,7 +152,7 @@ class LayersWeights:
     def read_product(self, *weights: Weight) -> Kernel:
         """The product by these weights, one above the other."""
         biases = [own for weight in weights if self._checkpoint.has(own := weight._replace(kind="bias"))]
-        bias = self._stacked([*map(self._checkpoint.read, biases)]) if biases else None
+        bias = self._optional([*map(self._checkpoint.read, biases)])
         blocks = self._in_blocks(weights, bias) if len(biases) in (0, len(weights)) else None
         kernel = blocks or self._made([*map(self._checkpoint.read, weights)], bias)
         self._kernels.append((weights, kernel))
@@ -163,7 +168,7 @@ class LayersWeights:
 
     def _in_blocks(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> BlockWeight | None:
         """The product by weights that are all in quantised blocks; None where some are not, or are to be dense."""
-        if self._kernel is not PackedWeight:
+        if self._kernel is not PackedWeight and weights[0].expert is None:
             return None
         blocks = [found for weight in weights if (found := self._checkpoint.blocks(weight)) is not None]
         return BlockWeight(blocks, bias, self._dtype, int8=self._int8) if len(blocks) == len(weights) else None
@@ -182,17 +187,22 @@ class LayersWeights:
                 count = range(self._checkpoint.experts_in(number))
                 own = [self.read_product(*(Weight(one, number, expert) for one in parts)) for expert in count]
             else:
-                own = [self._made(tensors, None) for tensors in self._checkpoint.experts(number, part)]
+                biases = self._checkpoint.experts(number, part, "bias")
+                weights = self._checkpoint.experts(number, part)
+                own = [self._made(tensors, self._optional(next(biases, ()))) for tensors in weights]
                 every = enumerate(own)
                 self._kernels += [(tuple(Weight(one, number, expert) for one in parts), made) for expert, made in every]
-            self._named[Weight(part, number)] = partial(_fused, own)
+            back = self._checkpoint.as_named(Weight(part, number))
+            self._named[Weight(part, number)] = partial(_fused, own, back)
+            if all(one.bias is not None for one in own):
+                self._named[Weight(part, number, kind="bias")] = partial(_fused_biases, own, back)
             each.append(own)
         return [GatedWeights(gate_up, down) for gate_up, down in zip(*each, strict=True)]
 
     def _packs_experts(self, number: int) -> bool:
         """Whether a layer's experts are in quantised blocks, all of their parts, and are to stay so."""
         first = [Weight(part, number, 0) for parts in FUSED.values() for part in parts]
-        if self._kernel is not PackedWeight or not all(map(self._checkpoint.has, first)):
+        if not self._keeps_experts or not all(map(self._checkpoint.has, first)):
             return False
         return all(self._checkpoint.blocks(weight) is not None for weight in first)
 
@@ -209,11 +219,15 @@ class LayersWeights:
         if own.qk_norm is None:
             return None
         query, key = (self._alone(Weight(f"attention.{one}_norm", number)) for one in "qk")
-        if own.norms_all:
+        if own.norms_all or own.norms_own:
             return torch.cat([query, key]).view(-1, 1, own.head_dim)
         stacked = torch.stack([query] * own.heads + [key] * own.kv_heads).unsqueeze(1)
         offset = own.qk_norm.offset
         return stacked.to(torch.promote_types(stacked.dtype, torch.float32)) + offset if offset else stacked
+
+    def _optional(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """As ``_stacked``; None of none."""
+        return self._stacked(tensors) if tensors else None
 
     def _stacked(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One above the other in the decoder's dtype and on its device; one that is so already stays as it is."""
@@ -252,15 +266,16 @@ def _sides(norms: Sequence[Norm | None]) -> Iterator[tuple[Norm | None, str]]:
     return zip(norms, ("attention", "mlp"), strict=False)
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _part(kernel: Kernel, rows: range, back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     return back(rows_of(kernel, rows))
 
 
-def _fused(kernels: Sequence[Kernel]) -> torch.Tensor:
-    """[E, out, in] what products of experts multiply by."""
+def _fused(kernels: Sequence[Kernel], back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What products of experts multiply by, as transformers has it; ``back``: makes it of [E, out, in]."""
     sizes = [len(one.weight) if isinstance(one, DenseLinear) else one.outputs for one in kernels]
-    return torch.stack([rows_of(one, range(size)) for one, size in zip(kernels, sizes, strict=True)])
+    return back(torch.stack([rows_of(one, range(size)) for one, size in zip(kernels, sizes, strict=True)]))
+
+
+def _fused_biases(kernels: Sequence[Kernel], back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Their biases, likewise of [E, out]."""
+    return back(torch.stack([one.bias for one in kernels if one.bias is not None]))

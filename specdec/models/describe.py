@@ -12,17 +12,14 @@ from specdec.native.library import compiler, library, products
 from specdec.settings.files import cache_folder
 from specdec.step.pages import PAGE, PagePool
 
-__all__ = ["WHAT_FOLLOWS", "cache_text", "machine", "model"]
+__all__ = ["WHAT_FOLLOWS", "cache_text", "machine", "model", "whole"]
 
 WHAT_FOLLOWS = "texts may part from plain decoding's where two logits are as good as equal"
 """Where rows depend on others."""
 
 
-def model(target: Any, parameters: int, weights: str | None, between: str | None = None) -> dict[str, Any]:
-    """Its sizes; ``parameters``: how many; ``weights``: how they are held, if not densely.
-
-    ``between``: what is done between its parts.
-    """
+def model(target: Any, parameters: int, weights: str | None) -> dict[str, Any]:
+    """Its sizes; ``parameters``: how many; ``weights``: how they are held, if not densely."""
     return {
         "class": target.name,
         "layers": target.num_layers,
@@ -34,7 +31,24 @@ def model(target: Any, parameters: int, weights: str | None, between: str | None
         "activations": target.activations,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
-        "between its parts": between,
+    }
+
+
+def whole(target: Any, parameters: int, weights: str | None) -> dict[str, dict[str, Any]]:
+    """Of a live model, which is called as a whole."""
+    own = getattr(target.config, "_attn_implementation", "of its class")
+    return {
+        "model": model(target, parameters, weights),
+        "execution": {
+            "runner": "modules",
+            "because": target.reason,
+            "experts": None,
+            "attention": f"the model's own ({own})",
+            "batch-invariant": f"no: {target.runner.varies}; {WHAT_FOLLOWS}",
+            "CUDA graphs": "not used: the model's own forward is called as a whole",
+            "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
+        },
+        "machine": machine(target.device),
     }
 
 

@@ -1,7 +1,7 @@
 """A checkpoint as a decoder that a spec describes: whether it is one, and its tensors, checked before one is read.
 
-It may be a folder, a hub id (safetensors only) or a GGUF file, its weights dense or quantised by GPTQ, AWQ or
-bitsandbytes. What no spec describes is loaded by transformers instead (:mod:`specdec.models.loading`).
+It may be a folder, a hub id (safetensors only) or a GGUF file, its weights dense or quantised by one of ``METHODS``.
+What no spec describes is loaded by transformers instead (:mod:`specdec.models.loading`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from specdec.decoder.weights.quantised import METHODS, QuantisedSource, method_o
 from specdec.decoder.weights.safetensors import SafetensorsSource
 from specdec.decoder.weights.source import Source
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, shown, told
-from specdec.execute.native import why_not
-from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
+from specdec.execute.native_layers import why_not
+from specdec.models.folders import refuse_adapter, refuse_integers, refuse_others, remedy_for
 from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
-from specdec.models.gguf_source import GGUF_NAMES, GgufSource, stays
+from specdec.models.gguf_source import GGUF_NAMES, GgufSource, kept_as
 from specdec.models.gguf_tensors import check_known, check_read
 from specdec.models.inspection import end_ids, refuse_unfit
 from specdec.models.loading import check_folder, check_sizes, mtp_layers
 from specdec.models.long_context import take_long_factors
 from specdec.models.names import model_source
-from specdec.native.formats import formats
 
 __all__ = ["DescribedCheckpoint"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _AROUND_TEXT = ("gemma3", "got_ocr2", "internvl", "llava", "llava_next", "mistral3", "moss_transcribe_diarize")
 """Models of images, sounds and texts that do to texts alone what their text decoder does."""
+_FOLDER = "no GGUF file of such a model is read: load the model's folder of safetensors"
 _WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
 
 
@@ -105,6 +105,8 @@ class DescribedCheckpoint:
                 return _of_gguf(place, wanted)
             return _of_folder(place, wanted, trust_remote_code)
         except UnknownDecoder as unknown:
+            if is_gguf(place):
+                raise CheckpointError(f"{unknown}, and {_FOLDER}") from unknown
             return str(unknown)
         except SpecdecError:
             raise
@@ -171,7 +173,7 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
     refuse_adapter(folder)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     text: Any = config.get_text_config()
-    refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=text.model_type in FAMILIES)
+    refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=True)
     check_sizes(config.to_dict(), wanted.path)
     take_long_factors(vars(config.get_text_config()), wanted.max_model_len)
     if trust_remote_code and getattr(config, "auto_map", None):
@@ -196,12 +198,13 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
         if wanted.int8:
             raise ConfigError(
                 "activations='int8' rounds rows that quantised blocks are multiplied with, and "
-                f"{shown(wanted.path, 400)} is no GGUF file, nor quantised by GPTQ, AWQ or bitsandbytes; leave it out, "
+                f"{shown(wanted.path, 400)} is no GGUF file, nor quantised by {', '.join(METHODS)}; leave it out, "
                 "or make a GGUF file with `specdec quantize`"
             )
         source, quantised, why = SafetensorsSource(folder), None, None
         refuse_integers(folder)
         dtype = wanted.dtype or config.dtype or text.dtype or source.dtype
+    refuse_others(folder, config, source.shapes)
     if dtype not in _DTYPES:
         return f"its dtype {shown(dtype)} is none in which described decoders compute"
     generation = GenerationConfig.from_model_config(config)
@@ -222,13 +225,14 @@ def _of_folder(folder: Path, wanted: _Wanted, trust_remote_code: bool) -> Descri
 def _quantised(
     folder: Path, spec: DecoderSpec, method: str, quantisation: Any, config: Any, wanted: _Wanted
 ) -> tuple[torch.dtype, QuantisedSource, str | None] | str:
-    """The dtype, tensors, and why they are to be dense, of a GPTQ, AWQ or bitsandbytes checkpoint; or why transformers
+    """The dtype, tensors, and why they are to be dense, of a checkpoint by one of ``METHODS``; or why transformers
     is to load it, whose packages are here.
     """
     dtype = wanted.dtype
     if dtype is None:
         dtype = torch.float32 if config.dtype in ("float32", torch.float32) else torch.bfloat16
-    why, loads = wanted.why_dense(spec, dtype), METHODS[method].transformers_loads()
+    why, own = wanted.why_dense(spec, dtype), METHODS[method]
+    loads = own.leaves(wanted.device)
     try:
         source = quantised_source(folder, quantisation, spec.architecture, int8=wanted.int8)
     except CheckpointError as error:
@@ -236,12 +240,14 @@ def _quantised(
             return str(error)
         raise
     if not source.quantised:
-        marks = " or ".join(mark.strip(".") for mark in METHODS[method].marks)
+        marks = " or ".join(mark.strip(".") for mark in own.marks)
         raise CheckpointError(
             f"the config of {wanted.path!r} says quant_method {method!r}, and none of its tensors is a {marks}; remove "
             "quantization_config from its config.json if its weights are not quantised, or download the checkpoint anew"
         )
-    return f"it is quantised by {method}, and {why}" if why is not None and loads else (dtype, source, why)
+    if why is not None and loads and not own.here:
+        return f"it is quantised by {method}, and {why}"
+    return dtype, source, None if why is None else why + source.left_out()
 
 
 def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
@@ -277,7 +283,7 @@ def _runs_float16(file: GgufFile, spec: DecoderSpec, wanted: _Wanted) -> bool:
 
 def _why_none_stays(file: GgufFile, dtype: torch.dtype, *, int8: bool = False) -> str | None:
     """Why none of a file's matrices can be held as they are, or None; with ``int8``, multiplied with rounded rows."""
-    kept = [formats()[entry.type] for entry in file.table.entries if stays(entry, dtype)]
+    kept = [form for entry in file.table.entries if (form := kept_as(entry, dtype)) is not None]
     if not kept:
         return "none of its weights are in blocks that native layers read"
     return "none of its weights are in blocks of integers" if int8 and not any(k.has_integers for k in kept) else None

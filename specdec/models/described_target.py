@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from specdec.costs.machine import Threads
 from specdec.decoder.spec import UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.errors import CheckpointError, TargetError, check_choice
+from specdec.errors import CheckpointError, ConfigError, TargetError, check_choice
 from specdec.execute.choose import executor_of
 from specdec.execute.torch import TorchExecutor
 from specdec.models import describe
@@ -29,18 +27,18 @@ from specdec.runners import ATTENTIONS
 from specdec.runners.attention import check_runs
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import PackedWeight
-from specdec.runners.recording import Recording
 from specdec.sampling.sampler import Sampler
 from specdec.settings.copies import NotCopied
 from specdec.step import device_copies, torch_switches
-from specdec.step.cache import KVCache
-from specdec.step.step_io import StepInput
-from specdec.step.step_output import StepOutput
 from specdec.target import Target
 
 __all__ = ["DescribedTarget"]
 
 _HOST = torch.device("cpu")
+_OF_EXECUTOR = (  # what are its own, as they are
+    *("embed", "head", "head_of", "most_bytes", "named_weights", "new_cache", "norm"),
+    *("packed_head", "pages", "recording"),
+)
 _PAGES_SHARE = 0.9  # of the bytes that a device has left; vLLM's gpu_memory_utilization is the same by default
 
 
@@ -97,7 +95,7 @@ class DescribedTarget(NotCopied, Target):
         self.config, self.generation_config = config, generation_config
         self.device = self.head_device = device
         self.layer_weights, self.sublayer_weights = checkpoint.layer_weights, checkpoint.sublayer_weights
-        self._parameters, self._int8 = checkpoint.parameters, int8
+        self._parameters = checkpoint.parameters
         self._copied = False
         self._quantised: Callable[[], str] | None = None
         self._why_dense: str | None = None
@@ -107,13 +105,16 @@ class DescribedTarget(NotCopied, Target):
         self.executor: TorchExecutor
         self.executor, self.reason, self.others = chosen
         self.executor.measure_rows()
+        self.forward = self.executor.run  # type: ignore[method-assign]  # a call less in every step
+        for name in _OF_EXECUTOR:
+            setattr(self, name, getattr(self.executor, name))
         self.spec, self.specs = self.executor.spec, self.executor.specs
         check_runs(attention, self.specs)
         self.name, self.vocab_size, self.hidden_size = self.spec.architecture, self.spec.vocab, self.spec.hidden
         self.num_layers, self.context_length = len(self.spec.layers), self.spec.context
         self.options: dict[str, Any] = {"attention": attention, "runner": self.executor.name}
-        if self.activations is not None:
-            self.options["activations"] = self.activations
+        if int8 and any(isinstance(kernel, BlockWeight) and kernel.int8 for _, kernel in self.executor.kernels()):
+            self.activations = self.options["activations"] = "int8"
         self._version = object()
 
     @classmethod
@@ -129,6 +130,10 @@ class DescribedTarget(NotCopied, Target):
             **options,
         )
         target._quantised, target._why_dense = found.quantised, found.why_dense
+        if options.get("int8") and target.activations is None:
+            raise ConfigError(
+                "activations='int8' needs quantised blocks, and none of its matrices is in such; leave it out"
+            )
         check_finite(target)
         return target
 
@@ -189,38 +194,12 @@ class DescribedTarget(NotCopied, Target):
         return self.executor.varies is None
 
     @property
-    def activations(self) -> str | None:
-        rounds = (isinstance(kernel, BlockWeight) and kernel.int8 for _, kernel in self.executor.kernels())
-        return "int8" if self._int8 and any(rounds) else None
-
-    @property
-    def pages(self) -> bool:
-        return self.executor.pages
-
-    @property
-    def recording(self) -> Recording | None:
-        return self.executor.recording
-
-    @property
-    def packed_head(self) -> PackedWeight | None:
-        return self.executor.packed_head
-
-    @property
     def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
         return self.executor.embedding_rows
-
-    def new_cache(self, *, capacity: int, rows: int) -> KVCache:
-        return self.executor.new_cache(capacity=capacity, rows=rows)
-
-    def most_bytes(self, *, capacity: int, rows: int, drafted: int) -> int:
-        return self.executor.most_bytes(capacity=capacity, rows=rows, drafted=drafted)
 
     def cache_room(self) -> int | None:
         left = device_copies.free_bytes(self.device) if self.pages else None
         return None if left is None else int(_PAGES_SHARE * left) + sum(pool.free_bytes for pool in self.executor.pools)
-
-    def forward(self, step: StepInput) -> StepOutput:
-        return self.executor.run(step)
 
     def warm_up(
         self,
@@ -256,23 +235,6 @@ class DescribedTarget(NotCopied, Target):
     def version(self) -> object:
         return self._version
 
-    def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        return self.executor.embed(tokens)
-
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.executor.norm(hidden)
-
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.executor.head(hidden)
-
-    def head_of(
-        self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        return self.executor.head_of(tokens, dtype=dtype)
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.executor.named_weights()
-
     def describe(self) -> dict[str, dict[str, Any]]:
         """What runs, and why: section -> name -> value."""
         executor, device = self.executor, self.device.type
@@ -297,9 +259,13 @@ class DescribedTarget(NotCopied, Target):
         """How its weights are held, if not densely from a folder."""
         if self._copied:
             return "a copy of a live model's, which does not follow later changes"
-        if self._why_dense is not None:
-            return f"dequantised: {self._why_dense}"
-        return None if self._quantised is None else _in_blocks(self.executor, self._quantised())
+        if self._quantised is None:
+            return None
+        held, why = _in_blocks(self.executor, self._quantised()), self._why_dense
+        if why is None:
+            return held
+        some = any(isinstance(kernel, BlockWeight) for _, kernel in self.executor.kernels())
+        return f"{held}; others dequantised: {why}" if some else f"dequantised: {why}"
 
 
 def _in_blocks(executor: TorchExecutor, kind: str) -> str:
@@ -308,7 +274,7 @@ def _in_blocks(executor: TorchExecutor, kind: str) -> str:
     """
     every = [*executor.kernels()]
     blocks = [kernel for _, kernel in every if isinstance(kernel, BlockWeight)]
-    counts = Counter(part.format.name for kernel in blocks for part in kernel.parts)
+    counts = Counter(getattr(part.blocks, "called", part.format.name) for kernel in blocks for part in kernel.parts)
     size = f"{sum(kernel.nbytes for kernel in blocks) / 1e6:.0f} MB in panels"
     told = f"{kind} in blocks: {counts.total()} matrices, {size}"
     if not kind:

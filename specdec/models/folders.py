@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from specdec.errors import CheckpointError, SpecdecError, shown
 from specdec.models.names import NAMES
 from specdec.settings.files import read_object
 
-__all__ = ["refuse_adapter", "refuse_integers", "remedy_for"]
+__all__ = ["refuse_adapter", "refuse_integers", "refuse_others", "remedy_for"]
 
 _INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL")
+_BYTES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_DRAFTS = re.compile(r"Eagle3|EagleDraft|LMEagle|Medusa|DFlash|DSpark|Speculator|DraftModel")
+_NO_TEXT = ("Model", "Classification", "QuestionAnswering", "MaskedLM")
 
 
 def refuse_adapter(place: Path) -> None:
@@ -32,8 +36,29 @@ def refuse_adapter(place: Path) -> None:
         )
 
 
+def refuse_others(place: Path, config: Any, names: Collection[str] = ()) -> None:
+    """Raises CheckpointError where a folder's class, or its tensors, are those of a draft head or of no language model.
+
+    ``config``: transformers' of the folder. ``names``: of its tensors, where they are known.
+    """
+    kind = str(next(iter(getattr(config, "architectures", None) or ()), ""))
+    if _DRAFTS.search(kind) or any(name == "fc.weight" or name.startswith("midlayer.") for name in names):
+        raise CheckpointError(
+            f"{str(place)!r} is a draft head ({kind or 'by its tensors'}) and no model: give the model, and the head "
+            "as its drafter's"
+        )
+    headless = bool(names) and not any("lm_head." in name for name in names)
+    tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+    if headless and not tied and kind.endswith(_NO_TEXT) and "LMHead" not in kind:
+        raise CheckpointError(
+            f"{str(place)!r} is a {kind}, which makes embeddings or classes and no text: it has no head over tokens; "
+            "give a language model"
+        )
+
+
 def refuse_integers(place: Path, model: Any = None) -> None:
-    """Raises CheckpointError where a checkpoint whose config says nothing of quantisation has integers for weights.
+    """Raises CheckpointError where a checkpoint whose config says nothing of quantisation has integers for weights, or
+    floats of 8 bits.
 
     Transformers takes them for numbers, as they are. ``model``: as it loaded it, if it did.
     """
@@ -43,9 +68,10 @@ def refuse_integers(place: Path, model: Any = None) -> None:
     floats = {name for name, weight in parameters if weight.is_floating_point()}
     for file in sorted(place.glob("*.safetensors")):
         for name, kind in _types(file):
-            if kind in _INTEGERS and (name in floats or name.endswith(".weight")):
+            if kind in (*_INTEGERS, *_BYTES) and (name in floats or name.endswith(".weight")):
+                what = "integers" if kind in _INTEGERS else "floats of 8 bits"
                 raise CheckpointError(
-                    f"{name!r} in {str(file)!r} holds integers ({kind}), and the config says nothing of quantisation: "
+                    f"{name!r} in {str(file)!r} holds {what} ({kind}), and the config says nothing of quantisation: "
                     "the weights' scales are not known; get it with its quantization_config, or one that is dense"
                 )
 
@@ -65,6 +91,11 @@ def remedy_for(place: Path, error: Exception) -> str:
         return (
             f"its weights are quantised by {shown(method)}: install what transformers loads such checkpoints with, or "
             "give one that is not quantised, or a GGUF file"
+        )
+    if not any(place.glob("*.safetensors")) and any(place.glob("*.bin")):
+        return (
+            "its weights are pickles (*.bin), which may run code and are not loaded: convert them to safetensors, or "
+            "give a folder that has these"
         )
     if "does not recognize this architecture" in text:
         return (

@@ -102,7 +102,7 @@ class GgufFile:
         """
         require_gguf()
         table = TensorTable(path)
-        refuse_kind(str(path), table.metadata)
+        refuse_kind(str(path), table.metadata, (entry.name for entry in table.entries))
         return cls(table.paths[0], table)
 
     def tokenizer(self) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from specdec.models.git_lfs import refuse_pointer
 __all__ = ["refuse_head", "refuse_kind"]
 
 _FORMER = (b"lmgg", b"fmgg", b"tjgg", b"algg")  # of llama.cpp's files before GGUF
+_LORA = (".lora_a", ".lora_b")
 _KINDS = {
-    "adapter": "is an adapter (general.type) and no model; merge it into its model with llama.cpp's llama-export-lora, "
+    "adapter": "is an adapter and no model; merge it into its model with llama.cpp's llama-export-lora, "
     "or load base and adapter with peft and hand the model to TransformersTarget",
     "mmproj": "is a vision or audio projector (general.type mmproj) and no model; give the language model's file",
     "imatrix": "is an importance matrix (general.type) and no model; give the model's file",
@@ -42,9 +43,9 @@ def refuse_head(path: Path) -> None:
             raise CheckpointError(f"{str(path)!r} is GGUF of version 1, of 2023; get a newer file, of version 2 or 3")
 
 
-def refuse_kind(where: str, metadata: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where a file's settings say that it is no model, or a part of one."""
-    kind = metadata.get("general.type", "model")
+def refuse_kind(where: str, metadata: Mapping[str, Any], tensors: Iterable[str]) -> None:
+    """Raises CheckpointError where a file's settings, or the names of its tensors, say that it is no model."""
+    kind = "adapter" if any(name.endswith(_LORA) for name in tensors) else metadata.get("general.type", "model")
     if (why := _KINDS.get(str(kind))) is not None:
         raise CheckpointError(f"{where!r} {why}")
     if kind != "model":

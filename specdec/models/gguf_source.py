@@ -11,14 +11,18 @@ import torch
 
 from specdec.decoder.gguf_said import factors_read
 from specdec.decoder.names import Names
+from specdec.decoder.weights.mxfp4 import Mxfp4Rows
 from specdec.models.gguf_table import TensorEntry, TensorTable
-from specdec.native.formats import formats
+from specdec.native.formats import WeightFormat, formats
 from specdec.runners.block_weight import BlockTensor
+from specdec.runners.memory_pages import release_pages
 
-__all__ = ["GGUF_NAMES", "GgufSource", "stays", "undone"]
+__all__ = ["GGUF_NAMES", "GgufSource", "kept_as", "undone"]
 
-_NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
+_MXFP4, _Q5_0 = 39, 6  # ggml's numbers; blocks of the latter hold those of the former
+_NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "mistral3")
 """Architectures whose files have values that turn together beside each other; transformers: half a head apart."""
+_EXPERTS_BIAS, _ONE_ROW = "_exps.bias", ".ffn_gate_inp_shexp.weight"
 _OFFSET = ("gemma", "gemma2", "gemma3")
 """Those whose files have norms with the 1 that is added to their weights."""
 
@@ -42,25 +46,28 @@ GGUF_NAMES = Names(
                 },
                 **{"experts.gate": "ffn_gate_exps.{expert}", "experts.up": "ffn_up_exps.{expert}"},
                 **{"experts.down": "ffn_down_exps.{expert}"},
+                **{f"shared.{one}": f"ffn_{one}_shexp" for one in ("gate", "up", "down")},
+                **{"shared.router": "ffn_gate_inp_shexp", "attention.sinks": "attn_sinks.weight"},
             }.items()
         },
     },
     prefixes=("",),
     heads=("output",),
-    experts="",
+    experts={},
     ignored=(),
 )
 """What llama.cpp calls a decoder's tensors; experts are numbered here, as a file has those of a layer in one."""
 
 
-def stays(entry: TensorEntry, dtype: torch.dtype) -> bool:
-    """Whether a decoder in this dtype can hold a matrix as it is in the file.
+def kept_as(entry: TensorEntry, dtype: torch.dtype) -> WeightFormat | None:
+    """The format in which a decoder in this dtype can hold a matrix as it is in the file, or None.
 
     One in float16 it does in float32. In bfloat16 it is rounded, as that of any other checkpoint.
     """
-    if (one := formats().get(entry.type)) is None or len(entry.shape) < 2:
-        return False
-    return not one.is_float16 or (dtype is torch.float32 and entry.shape[-1] % int(one.values) == 0)
+    if (one := formats().get(_Q5_0 if entry.type == _MXFP4 else entry.type)) is None or len(entry.shape) < 2:
+        return None
+    fits = not one.is_float16 or (dtype is torch.float32 and entry.shape[-1] % int(one.values) == 0)
+    return one if fits else None
 
 
 def undone(architecture: str, dim: int, name: str, values: np.ndarray) -> np.ndarray:
@@ -90,10 +97,11 @@ class GgufSource:
         self._undone = partial(undone, table.architecture, dim)
         factors = factors_read(table.architecture)
         own = [entry for entry in table.entries if entry.name not in factors]
-        self._entries = {entry.name: entry for entry in own if len(entry.shape) < 3}
-        self._experts = {one.name: one for entry in own if len(entry.shape) == 3 for one in _each(entry)}
-        every = {**self._entries, **self._experts}
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(entry.shape) for name, entry in every.items()}
+        every = [entry for entry in own if len(entry.shape) == 3 or entry.name.endswith(_EXPERTS_BIAS)]
+        self._experts = {one.name: one for entry in every for one in _each(entry)}
+        self._entries = {entry.name: _as_matrix(entry) for entry in own if entry not in every}
+        known = {**self._entries, **self._experts}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(entry.shape) for name, entry in known.items()}
         self.strange: Mapping[str, str] = {}
 
     def read(self, name: str) -> torch.Tensor:
@@ -103,13 +111,14 @@ class GgufSource:
 
     def blocks(self, name: str) -> BlockTensor | None:
         entry = self._experts.get(name) or self._entries[name]
-        if not stays(entry, self._dtype):
+        if (form := kept_as(entry, self._dtype)) is None:
             return None
-        rows = np.arange(entry.shape[0])
+        rows, blocks = np.arange(entry.shape[0]), self._table.rows(entry)
         order = rows if name in self._experts else self._undone(name, rows)
-        return BlockTensor(
-            formats()[entry.type], self._table.rows(entry), None if np.array_equal(order, rows) else order
-        )
+        ordered = np.array_equal(order, rows)
+        if entry.type != _MXFP4:
+            return BlockTensor(form, blocks, None if ordered else order)
+        return _mxfp4(blocks) if ordered else None
 
     def is_no_bias(self, name: str) -> bool:
         """Of no tensor."""
@@ -119,11 +128,22 @@ class GgufSource:
         """Nothing: what was read is no view of the file."""
 
 
+def _as_matrix(entry: TensorEntry) -> TensorEntry:
+    """A matrix of one row, which a file has flat."""
+    return replace(entry, shape=(1, *entry.shape)) if entry.name.endswith(_ONE_ROW) else entry
+
+
+def _mxfp4(rows: np.ndarray) -> BlockTensor | None:
+    """Rows [out, bytes] of blocks of MXFP4 in those of integers."""
+    blocks = rows.reshape(len(rows), -1, 17)
+    return Mxfp4Rows(blocks[..., 0], blocks[..., 1:], partial(release_pages, rows)).tensor()
+
+
 def _each(entry: TensorEntry) -> list[TensorEntry]:
     """The part of each expert in a tensor of all."""
     count, size = entry.shape[0], entry.size // entry.shape[0]
-    name, shape = entry.name.removesuffix(".weight"), entry.shape[1:]
+    (name, _, kind), shape = entry.name.rpartition("."), entry.shape[1:]
     return [
-        replace(entry, name=f"{name}.{number}.weight", shape=shape, offset=entry.offset + number * size, size=size)
+        replace(entry, name=f"{name}.{number}.{kind}", shape=shape, offset=entry.offset + number * size, size=size)
         for number in range(count)
     ]

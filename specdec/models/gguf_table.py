@@ -55,7 +55,7 @@ def read_settings(path: Path, lists: Sequence[str] = ()) -> tuple[np.ndarray, Ma
 
 
 def _size_of(kind: int) -> tuple[int, int]:
-    """Values and bytes of a block of ggml's type ``kind``; raises ValueError for an unknown type."""
+    """Values and bytes of a block of ggml's type ``kind``; raises CheckpointError where these are not known."""
     if kind in _PLAIN:
         return 1, _PLAIN[kind]
     if (known := formats().get(kind)) is not None:
@@ -66,6 +66,11 @@ def _size_of(kind: int) -> tuple[int, int]:
         raise CheckpointError(
             f"it holds tensors of type {_RETIRED[kind]} ({kind}), which llama.cpp has retired and no program reads any "
             "more; get another quantisation, such as Q4_0"
+        )
+    if kind not in [*gguf.GGMLQuantizationType]:
+        raise CheckpointError(
+            f"it holds tensors of type {kind}, which the installed package gguf does not know: install a newer one, or "
+            "get the file again, or another quantisation"
         )
     found: tuple[int, int] = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     return found
@@ -80,7 +85,7 @@ class _File:
 
     Raises:
         ValueError: an entry is not valid; the message names it.
-        CheckpointError: a tensor's type is retired.
+        CheckpointError: a tensor's type is retired, or not known.
     """
 
     def __init__(self, path: Path, part: int) -> None:

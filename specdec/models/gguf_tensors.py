@@ -12,7 +12,6 @@ __all__ = ["check_blocks", "check_known", "check_read"]
 
 _REMEDY = "load the model's folder of safetensors"
 _CAUSES = (  # what a tensor's name looks like, what it is, and what to do
-    (r"\.lora_[ab]$", "are of a LoRA adapter", "merge it into its model with llama.cpp's llama-export-lora"),
     (r"^rope_f|\.rope_f", "scale the rotary frequencies", _REMEDY),
     (r"\.(input_)?scale$", "scale weights that were quantised as NVFP4 or BitNet", _REMEDY),
     (r"\.bias$", "are biases", _REMEDY),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.decoder.families import FAMILIES
+from specdec.decoder.families import FAMILIES, is_described
 from specdec.decoder.rope_settings import rope_depends_on_length, rope_kinds
 from specdec.errors import TargetError
 from specdec.settings.validation import fitting
@@ -59,14 +59,13 @@ _LOOKS = ("transformers.utils.output_capturing", "specdec.runners.whole_model")
 def refuse_unfit(name: str, config: Any, *, described: bool = False) -> None:
     """Raises TargetError for models whose state is not a list of keys and values per token, all or the last seen.
 
-    ``described``: a spec says what its layers are, and refuses what it does not know.
+    ``described``: a description may run it, where there is one.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     odd = sorted(kinds - _LAYER_TYPES)
     recurrent = [] if kinds else [key for key in _RECURRENT if hasattr(config, key)]
-    if (odd or recurrent) and not described:
-        known = FAMILIES.get(getattr(config, "model_type", ""))
-        copied = known is not None and known.architecture.startswith(f"{name.removesuffix('ForCausalLM')}For")
+    if (odd or recurrent) and not ((known := is_described(config)) and described):
+        copied = known and FAMILIES[config.model_type].architecture.startswith(f"{name.removesuffix('ForCausalLM')}For")
         raise TargetError(
             f"{name} has layers that specdec cannot roll back ({', '.join(odd or recurrent)}); "
             + (_DESCRIBED if copied else _UNFIT)

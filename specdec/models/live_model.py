@@ -5,6 +5,7 @@ load here, such as a GGUF file's blocks or a GPTQ checkpoint's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from specdec.decoder.names import CHOICE, FUSED, Weight
-from specdec.errors import ConfigError
 from specdec.models.described_checkpoint import DescribedCheckpoint
-from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
-from specdec.models.gguf_dense import dense_weights
-from specdec.models.loading import check_sizes, load_weights
+from specdec.models.gguf import is_gguf
+from specdec.models.loading import load_weights
 from specdec.models.names import model_source
 from specdec.step import torch_switches
 
@@ -58,13 +57,6 @@ def load_live(
             model = _of_described(found, device_map, split=split)
             why = "it is spread" if spread else found.why_dense
             return (model if device is None else model.to(device)), f"dequantised: {why}"
-        if is_gguf(place):
-            file = GgufFile.read(place)
-            why = f"native layers do not run the architecture {file.table.architecture!r}"
-            if int8:
-                raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {why}; leave it out")
-            model = _of_gguf(file, dtype, max_model_len, device_map, split=split)
-            return (model if device is None else model.to(device)), f"dequantised: {'it is spread' if spread else why}"
     return load_weights(path, device_map=device_map, split=split, activations=activations, **options), None
 
 
@@ -76,28 +68,17 @@ def _of_described(found: DescribedCheckpoint, device_map: Any, *, split: bool) -
     parts = dict[str, list[torch.Tensor]]()
     for weight in checkpoint.shapes:
         if weight.expert is None and checkpoint.has(weight):
-            kind = torch.float32 if weight.kind == CHOICE else found.dtype  # as its class keeps it
-            own = checkpoint.as_named(weight)(checkpoint.read(weight)).to(kind)
+            dtype = torch.float32 if weight.kind == CHOICE else found.dtype  # as its class keeps it
+            own = checkpoint.as_named(weight)(checkpoint.read(weight)).to(dtype)
             parts.setdefault(checkpoint.names.own(weight), []).append(own)
     weights = {name: own[0] if len(own) == 1 else torch.cat(own) for name, own in parts.items()}
     for layer in range(len(checkpoint.spec.layers)):
-        for part in FUSED if checkpoint.experts_in(layer) else ():
-            each = [torch.cat([*tensors]).to(found.dtype) for tensors in checkpoint.experts(layer, part)]
-            weights[checkpoint.names.own(Weight(part, layer))] = torch.stack(each)
+        for part, kind in product(FUSED, ("weight", "bias")) if checkpoint.experts_in(layer) else ():
+            every = Weight(part, layer, kind=kind)
+            if each := [torch.cat([*tensors]).to(found.dtype) for tensors in checkpoint.experts(layer, part, kind)]:
+                weights[checkpoint.names.own(every)] = checkpoint.as_named(every)(torch.stack(each))
     model = _made(config, weights, found.dtype, device_map, split=split)
     model.generation_config, model.name_or_path = found.generation_config, found.path
-    return model
-
-
-@torch_switches.reads_weights
-def _of_gguf(file: GgufFile, dtype: Any, max_model_len: int | None, device_map: Any, *, split: bool) -> Any:
-    """A model of a GGUF file that no spec describes, dequantised."""
-    fields = file.fields(max_model_len)
-    check_sizes(fields, str(file.path))
-    config = config_of(fields)
-    dtype = file.dtype if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model = _made(config, dense_weights(file.table, config, dtype), dtype, device_map, split=split)
-    model.generation_config, model.name_or_path = generation_of(file, config), str(file.path)
     return model
 
 

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import transformers
 from annotated_types import Ge, Lt
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from specdec.decoder.families import FAMILIES
-from specdec.decoder.weights.quantised import METHODS, method_of
+from specdec.decoder.weights.quantised import GPU_METHODS, METHODS, method_of
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
 from specdec.models.catalog import named_models
-from specdec.models.folders import refuse_adapter, refuse_integers, remedy_for
+from specdec.models.folders import refuse_adapter, refuse_integers, refuse_others, remedy_for
 from specdec.models.git_lfs import refuse_pointers
 from specdec.models.inspection import refuse_unfit
 from specdec.models.long_context import take_long_factors
@@ -88,13 +90,14 @@ def load_weights(
     try:
         refuse_adapter(place)
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        refuse_others(place, config)
         text = config.get_text_config()
-        refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=text.model_type in FAMILIES)
+        refuse_unfit(type(config).__name__.removesuffix("Config"), text, described=True)
         check_sizes(config.to_dict(), str(path))
         take_long_factors(vars(text), max_model_len)
         if (config.dtype if dtype == "auto" else _dtype_of(dtype)) in (torch.float64, "float64"):
             config._experts_implementation = "eager"  # transformers' other loops over experts take no float64
-        _check_quantised(place, config, spread=spread)
+        _check_quantised(place, config, device, spread=spread)
         if activations == "int8":
             raise ConfigError(
                 "activations='int8' rounds rows that quantised blocks are multiplied with, and "
@@ -166,11 +169,24 @@ def mtp_layers(config: Any) -> range:
     return range(own, own + (layers if type(layers) is int else 0))
 
 
-def _check_quantised(place: Path, config: Any, *, spread: bool) -> None:
+def _check_quantised(place: Path, config: Any, device: Any, *, spread: bool) -> None:
     """Raises CheckpointError where weights are quantised by a method whose packages, which transformers needs, are not
-    installed.
+    installed, or whose modules are none for this device.
     """
-    method = method_of(getattr(config, "quantization_config", None))
+    quantisation = getattr(config, "quantization_config", None)
+    named = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+    if named in GPU_METHODS and not spread and torch.device("cpu" if device is None else device).type == "cpu":
+        raise CheckpointError(
+            f"{str(place)!r} is quantised by {named}, whose modules are run on a GPU alone: say device='cuda', or "
+            f"give a checkpoint that is not quantised, one by {', '.join(METHODS)}, or a GGUF file"
+        )
+    if isinstance(quantisation, Mapping) and named is not None and not _is_known(named):
+        raise CheckpointError(
+            f"{str(place)!r} is quantised by {shown(named)}, which neither specdec nor transformers "
+            f"{transformers.__version__} reads: install a newer one, give a checkpoint by {', '.join(METHODS)}, or "
+            "remove quantization_config from its config.json if its weights are not quantised"
+        )
+    method = method_of(quantisation)
     if method is None or METHODS[method].transformers_loads():
         return
     why = f"its architecture {config.model_type!r} is none of {', '.join(FAMILIES)}"
@@ -182,6 +198,10 @@ def _check_quantised(place: Path, config: Any, *, spread: bool) -> None:
         f"{str(place)!r} is quantised by {method}, and {why}: install the {named}, with which transformers loads "
         "it, or give a checkpoint that is not quantised"
     )
+
+
+def _is_known(method: Any) -> bool:
+    return isinstance(method, str) and (method in METHODS or method in AUTO_QUANTIZATION_CONFIG_MAPPING)
 
 
 def _dtype_of(dtype: str | torch.dtype) -> Any:

@@ -22,6 +22,7 @@ __all__ = ["register_masks", "whole_masks"]
 _MASKS = "specdec_masks"  # the attention function with which masks are described, and nothing is computed
 
 _LIMITS = ("window", "chunk")
+_RECURRENT = "mamba_"  # of layers without attention, and models that have some are refused
 _OF_MASKS = ("sliding_window", "attention_chunk_size", "max_window_layers")  # limits that transformers' masks heed
 
 
@@ -43,6 +44,8 @@ def whole_masks(model: Any) -> Mapping[str, Sees] | Sees | None:
     rows = torch.zeros(1, 2, int(config.hidden_size), device=model.device)
     made = make(config=config, inputs_embeds=rows, attention_mask=None, past_key_values=None, position_ids=None)
     masks = made if isinstance(made, Mapping) else {"": made}
+    there = {*(getattr(config, "layer_types", None) or masks)}  # a class may make masks of layers that it has not here
+    masks = {kind: mask for kind, mask in masks.items() if kind in there} or masks
     found: dict[str, Sees] = {kind: mask.sees for kind, mask in masks.items() if hasattr(mask, "sees")}
     limits = _named_limits(config)
     if len(found) == len(masks):
@@ -59,8 +62,8 @@ def whole_masks(model: Any) -> Mapping[str, Sees] | Sees | None:
 
 def _named_limits(config: Any) -> list[str]:
     """Options of a config that limit attention, other than by the masks that transformers makes."""
-    values = config.to_dict().items()
-    return sorted(f"{name}={value}" for name, value in values if value and any(part in name for part in _LIMITS))
+    values = [(name, value) for name, value in config.to_dict().items() if value and not name.startswith(_RECURRENT)]
+    return sorted(f"{name}={value}" for name, value in values if any(part in name for part in _LIMITS))
 
 
 def _nothing(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:

@@ -8,7 +8,8 @@ where its logits are nearly even, two roundings choose others, and so differ by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from specdec.errors import NumericalError, TargetError, first_line
 from specdec.runners.block_weight import BlockWeight
 from specdec.runners.experts import choose_all
 from specdec.runners.replicas import Replicas
+from specdec.step import torch_switches
 from specdec.step.step_io import StepInput
 from specdec.step.tree import Draft
 from specdec.target import Target
 
-__all__ = ["check_finite", "differs", "own_logits", "tokens_for"]
+__all__ = ["check_again", "check_finite", "differs", "own_logits", "tokens_for"]
 
 # Relative; transformers takes some softmaxes in float32 whatever the dtype, so float64 is checked to float32 rounding.
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -48,7 +50,7 @@ def own_logits(model: Any, target: Target, tokens: Sequence[int]) -> torch.Tenso
     try:
         with torch.inference_mode():
             ids = torch.tensor([list(tokens)], device=target.device)
-            root = Replicas(model, whole=True).root  # which leaves nothing in the model that it would write there
+            root = Replicas(model).root  # which leaves nothing in the model that it would write there
             choose_all(root)
             logits: torch.Tensor = root(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
     except Exception as error:  # code of others: it may raise anything
@@ -118,6 +120,23 @@ def differs(expected: torch.Tensor, target: Target, tokens: Sequence[int]) -> st
     scale = max(float(expected.abs().max()), 1e-3)
     off, most = float((got - expected).abs().max()), _ROUNDING.get(target.dtype, _HALF) * scale
     return None if off <= most else f"by {off:.3g}, where {most:.3g} is rounding"
+
+
+def check_again(model: Any, target: Target, every_expert: Callable[[], AbstractContextManager[None]]) -> None:
+    """Raises TargetError where a forward that was replaced since does not compute each path's logits of a tree.
+
+    ``every_expert``: of the target's runner.
+    """
+    tokens = tokens_for(target.vocab_size)
+    with torch_switches.loading():
+        expected = own_logits(model, target, tokens)
+        with every_expert():
+            off = differs(expected, target, tokens)
+    if off is not None:
+        raise TargetError(
+            f"the forward of {target.name}, or its attention, was changed after it was loaded, and its logits over a "
+            f"tree are not those of each path: {off}; put it back, or use plain generate"
+        )
 
 
 def _logits(target: Target, tokens: Sequence[int]) -> torch.Tensor:

@@ -8,22 +8,18 @@ each path, and a model that cannot be driven exactly is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from accelerate.utils import align_module_device
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from specdec.costs.machine import Threads
-from specdec.costs.measuring import measure
 from specdec.errors import ConfigError, SpecdecError, TargetError, check_choice, first_line
 from specdec.models import describe
 from specdec.models.around_layers import LOOP, Whole
@@ -38,28 +34,16 @@ from specdec.models.inspection import (
     refuse_unfit,
     weight_of,
     weights_in,
-    why_special,
 )
+from specdec.models.live_ends import LiveEnds
 from specdec.models.live_model import load_live
 from specdec.models.loading import check_place
 from specdec.models.long_context import bound_context
 from specdec.models.masks import register_masks, whole_masks
-from specdec.models.outline import Outline
-from specdec.models.self_check import (
-    differs,
-    own_logits,
-    tokens_for,
-)
+from specdec.models.outline import Outline, version_of, weights_of
+from specdec.models.self_check import check_again, differs, own_logits, tokens_for
 from specdec.runners import ACTIVATIONS, ATTENTIONS, EXECUTIONS
-from specdec.runners.boundary_ops import Joint, Joints, read_joints
-from specdec.runners.linear import (
-    DenseLinear,
-    HeadOf,
-    LinearKernel,
-    PackedWeight,
-    linear_kernel,
-)
-from specdec.runners.replicas import Replicas
+from specdec.runners.linear import PackedWeight
 from specdec.runners.sent_rows import rows_on
 from specdec.runners.whole_model import WholeModelRunner
 from specdec.sampling.sampler import Sampler
@@ -71,10 +55,7 @@ from specdec.step.step_io import StepInput
 from specdec.step.step_output import StepOutput
 from specdec.target import Target
 
-__all__ = ["TransformersTarget", "time_runners"]
-
-_Reference: Any = StorageWeakRef  # which keeps no memory, but what tells one piece of it from the next
-_TIMED_ROWS = (1, 8)  # a plain step, and a small tree
+__all__ = ["TransformersTarget"]
 
 register_masks()
 
@@ -132,7 +113,7 @@ class TransformersTarget(NotCopied, Target):
         self._parameters = weights_in(model)
         self._weights: str | None = None
         self.reason = "the model was handed in, and is followed"
-        self._joints: Joints | None = None
+        self._ends: LiveEnds | None = None
         self.options: dict[str, Any] = {"attention": "auto", "runner": "modules"}
         self._find_parts()
         tokens = tokens_for(len(weight_of(embedding)))
@@ -142,19 +123,16 @@ class TransformersTarget(NotCopied, Target):
         self._around = Outline(config, embedding)
 
     def _find_parts(self) -> None:
-        """Find the decoder, its layers and its last norm, as far as specdec knows them; heads do."""
+        """Find the decoder, its layers and its last norm, as far as specdec knows them; heads need that norm."""
         model: Any = self.model
-        self.decoder: nn.Module = model
-        self._norm: nn.Module | None
-        self.layers, self._norm = nn.ModuleList(), None
+        decoder: nn.Module = model
         self.layer_weights = self._parameters - weights_in(model.get_input_embeddings())
-        self._unread: TargetError | None = None
-        try:
-            self.decoder, self.layers, self._norm = decoder_parts(self.name, model)
-            self.num_layers, self.layer_weights = len(self.layers), weights_in(self.layers)
-        except TargetError as error:
-            self._unread = error
-        self.whole = Whole(model, self.decoder)
+        self._norm: Callable[[], nn.Module] | None = None
+        with suppress(TargetError):
+            decoder, layers, _ = decoder_parts(self.name, model)
+            self.num_layers, self.layer_weights = len(layers), weights_in(layers)
+            self._norm = partial(last_norm, self.name, model)
+        self.whole = Whole(model, decoder)
 
     def _run_whole(self, expected: torch.Tensor, tokens: Sequence[int]) -> None:
         """Have the model's own whole forward run, if that computes its logits over a tree.
@@ -164,10 +142,10 @@ class TransformersTarget(NotCopied, Target):
         """
         try:
             masks = whole_masks(self.model)
-            norm = None if self._unread is not None else partial(last_norm, self.name, self.model)
-            self.runner = WholeModelRunner(self.model, norm, self.num_layers, self.device, masks, tokens)
+            self.runner = WholeModelRunner(self.model, self._norm, self.num_layers, self.device, masks, tokens)
             self.specs = self.runner.specs
-            off = self._differs(expected, tokens)
+            with self.runner.every_expert():
+                off = differs(expected, self, tokens)
         except SpecdecError:
             raise
         except Exception as error:  # code of others, called in a way of ours: it may raise anything
@@ -176,26 +154,6 @@ class TransformersTarget(NotCopied, Target):
             raise TargetError(
                 f"{self.name}: the logits of its own forward over a tree are not those of each path: {off}; it is "
                 "refused rather than decoded wrongly, so use plain generate"
-            )
-
-    def _differs(self, expected: torch.Tensor, tokens: Sequence[int]) -> str | None:
-        with self.runner.every_expert():
-            return differs(expected, self, tokens)
-
-    def _check_again(self) -> None:
-        """Raises TargetError where a forward that was replaced since does not compute each path's logits of a tree."""
-        tokens = tokens_for(self.vocab_size)
-        with torch_switches.loading():
-            try:
-                off = self._differs(own_logits(self.model, self, tokens), tokens)
-            except SpecdecError:
-                raise
-            except Exception as error:  # code of others
-                off = f"it fails: {type(error).__name__}: {first_line(error)}"
-        if off is not None:
-            raise TargetError(
-                f"the forward of {self.name}, or its attention, was changed after it was loaded, and its logits over a "
-                f"tree are not those of each path: {off}; put it back, or use plain generate"
             )
 
     @classmethod
@@ -296,38 +254,22 @@ class TransformersTarget(NotCopied, Target):
         )
 
     def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        if not isinstance(tokens, torch.Tensor):
-            tokens = torch.tensor(tokens)
-        return self.joints.embedding(self.runner.embed(tokens.to(self.device)[None])[0])
+        return self.ends.embed(tokens)
 
     @property
     def embedding_rows(self) -> PackedWeight | torch.Tensor | None:
-        if self.joints.embedding != Joint():
-            return None
-        module: Any = self.model.get_input_embeddings()
-        plain = type(module) is nn.Embedding and module.max_norm is None and why_special(module) is None
-        weight: torch.Tensor | None = module.weight.detach() if plain else None
-        return weight
+        return self.ends.rows
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.norm(hidden)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.joints.logits(self.runner.head(self.joints.hidden(hidden)))
+        return self.ends.logits(hidden)
 
     def head_of(
         self, tokens: torch.Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        plain = type(head) is nn.Linear and head.bias is None and why_special(head) is None
-        if not plain:  # only the head's own module knows what it does to its logits
-            every = slice(None) if tokens is None else tokens
-            return lambda hidden: self.head(hidden.to(self.dtype))[..., every]
-        weight = head.weight.detach()
-        weight = weight if tokens is None else weight[tokens.to(self.head_device)]
-        kernel: LinearKernel = linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype))
-        joints = self.joints
-        return HeadOf(kernel) if joints.plain else HeadOf(kernel, joints.hidden, joints.logits)
+        return self.ends.logits_of(tokens, dtype, self.dtype)
 
     def greet(self, sampler: Sampler, **others: Any) -> None:
         """As :meth:`Target.greet`: one process agrees with itself."""
@@ -346,7 +288,7 @@ class TransformersTarget(NotCopied, Target):
         self.whole.check_methods(LOOP)
         self.runner.look()
         if self.runner.renewed():
-            self._check_again()
+            check_again(self.model, self, self.runner.every_expert)
         if (changed := self._around.changed()) is not None:
             raise TargetError(
                 f"{self.name} was changed after its target was made, which would not follow: {changed}; make a new "
@@ -354,98 +296,22 @@ class TransformersTarget(NotCopied, Target):
             )
 
     def version(self) -> object:
-        """Where parameters and buffers are, how often they were written to, and which adapters of peft are active."""
-        weights = tuple(map(_state, chain(self.model.parameters(), self.model.buffers())))
-        adapted = (own for module in self.model.modules() if "_active_adapter" in (own := vars(module)))
-        return weights, tuple((str(own["_active_adapter"]), own.get("_disable_adapters")) for own in adapted)
+        return version_of(self.model)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in sorted(self.model.named_parameters()):
-            if not weight.is_meta:
-                yield name, weight
-                continue
-            owner, _, kind = name.rpartition(".")
-            with align_module_device(module := self.model.get_submodule(owner)):
-                yield name, getattr(module, kind)
+        return weights_of(self.model)
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What runs, and why: section -> name -> value."""
-        between = None if self._joints is None else str(self._joints) or None
-        own = getattr(self.config, "_attn_implementation", "of its class")
-        return {
-            "model": describe.model(self, self._parameters, self._weights, between),
-            "execution": {
-                "runner": "modules",
-                "because": self.reason,
-                "experts": None,
-                "attention": f"the model's own ({own})",
-                "batch-invariant": f"no: {self.runner.varies}; {describe.WHAT_FOLLOWS}",
-                "CUDA graphs": "not used: the model's own forward is called as a whole",
-                "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
-            },
-            "machine": describe.machine(self.device),
-        }
+        return describe.whole(self, self._parameters, self._weights)
 
     @property
-    def joints(self) -> Joints:
-        """The operations of the model between its parts; those of a model that is run as a whole are read when asked.
+    def ends(self) -> LiveEnds:
+        """Its embedding and its head by themselves, which are looked at when they are first asked for.
 
         Raises:
-            TargetError: they are not known, so that its embedding and its head cannot be called by themselves.
+            TargetError: they cannot be called by themselves.
         """
-        if self._joints is None:
-            try:
-                if self._unread is not None:
-                    raise self._unread
-                embedding: Any = self.model.get_input_embeddings()
-                self._joints = self._read_joints(tokens_for(len(weight_of(embedding))))
-            except Exception as error:  # code of others: it may raise anything
-                raise TargetError(
-                    f"{self.name} is run by its own forward as a whole, and its embedding, last norm and head cannot "
-                    f"be called by themselves: {first_line(error)}; choose a drafter that reads tokens alone, such as "
-                    "prompt_lookup or lookahead"
-                ) from error
-        return self._joints
-
-    def _read_joints(self, tokens: Sequence[int]) -> Joints:
-        """The operations of the model between its parts, recorded while it runs with its own attention."""
-        model: Any = self.model
-        ids = torch.tensor([list(tokens)], device=self.device)
-        replicas = Replicas(model, whole=True)  # others may call the model meanwhile
-        forward = partial(replicas.root, ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        places = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-        places |= {"layer": self.layers[0], "norm": self._norm}
-        with torch.inference_mode():
-            return read_joints(
-                self.name, self.config, forward, **{name: replicas.of(at) for name, at in places.items()}
-            )
-
-
-def _state(weight: torch.Tensor) -> tuple[object, tuple[int, ...], int | None]:
-    """Where a weight is, how it lies there, and how often it was written to, as far as torch tells.
-
-    Memory that was given back may be another weight's at once, so an address alone does not tell them apart.
-    """
-    own: Any = getattr(weight, "_local_tensor", weight)  # of a DTensor
-    try:
-        place: object = own.data_ptr(), _Reference(own.untyped_storage())
-    except (RuntimeError, NotImplementedError):  # a tensor that is made of others has none
-        place = id(weight)
-    return place, own.stride(), torch_switches.writes_to(own)
-
-
-def time_runners(path: str | Path, **options: Any) -> dict[str, dict[str, float] | str]:
-    """Runner -> rows -> seconds of whole steps, or the reason why it cannot run the model.
-
-    ``options``: those of :meth:`TransformersTarget.from_pretrained` without ``execution``.
-    """
-    found: dict[str, dict[str, float] | str] = {}
-    for name in EXECUTIONS[1:]:
-        try:
-            target = TransformersTarget.from_pretrained(path, **{**options, "execution": name})
-        except (ConfigError, TargetError) as error:
-            found[name] = str(error)
-            continue
-        curve = measure(target, rows=_TIMED_ROWS, lengths=(256,), seconds=2.0)
-        found[name] = {str(rows): seconds for rows, seconds in zip(curve.rows, curve.seconds[0], strict=True)}
-    return found
+        if self._ends is None:
+            self._ends = LiveEnds.of(self.model, self)
+        return self._ends

@@ -2,12 +2,13 @@
  * 16-bit integers, pairs of them are read from where they were decoded. */
 
 /* Chunks to multiply: the codes of the first chunk; the bytes from a chunk to the next, and the chunks of a block;
- * and how many bytes ahead to prefetch, or 0. */
+ * and how many bytes ahead to prefetch, or 0. Scales that lie before a chunk's codes in float16 are read where they are
+ * `used`; others have been computed. */
 typedef struct {
     const uint8_t *codes;
     int64_t count, bytes, each, head, ahead;
     const float *scales, *minima; /* [count, groups, PANEL] */
-    int offset, subtracts;
+    int offset, subtracts, used;
 } Chunks;
 
 enum { STRETCHED = MOST, PASS = 96 }; /* inputs, and rows, of one pass */
@@ -54,7 +55,7 @@ typedef struct {
 
 /* Adds a group's sums, times scales, less minima, to the totals: every product of blocks with rounded rows uses these
  * operations in this order. */
-INLINE void add_group(GroupSums *s, const RowWords *x, floats *sums, const float *scales, const float *minima,
+INLINE void add_group(GroupSums *s, const RowWords *x, floats *sums, const floats *scale, const float *minima,
                       const int half, const int groups, const int rows, const int wide, const int stored,
                       const int subtracts) {
 #pragma GCC unroll 8
@@ -71,7 +72,7 @@ INLINE void add_group(GroupSums *s, const RowWords *x, floats *sums, const float
         for (int v = 0; v < wide; v++) {
             floats *own = stored ? sums + (r * PANEL / LANES + v) : &s->total[r][v];
             const floats found = __builtin_convertvector(s->found[r][0][v], floats) * back;
-            *own = fused(found, load(scales, v * LANES, 0), *own);
+            *own = fused(found, scale[v], *own);
             if (subtracts) *own = fused(load(minima, v * LANES, 0), less, *own);
         }
     }
@@ -119,8 +120,7 @@ INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, fl
         HIDE(here);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r += EVERY) HIDE(own.at[r / EVERY]);
-        for (int at = 0; bits < DECODED && c->ahead && at < 4 * PANEL * bits + 64; at += 64)
-            __builtin_prefetch(codes + c->ahead + at, 0, LOCALITY);
+        if (bits < DECODED && c->ahead) ask_blocks(codes + c->ahead, 4 * PANEL * bits + 64);
 #pragma GCC unroll 2
         for (int g = 0; g < groups; g++, scales += PANEL, minima += PANEL) {
             HIDE(scales);
@@ -140,8 +140,16 @@ INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, fl
                     else weight[v] = pair_of(here + v * LANES, at, bits, listed);
                 add_step(&s, &own, weight, begun, at, j, steps, rows, wide, bits, listed, bytes);
             }
-            if (c->subtracts) add_group(&s, &own, to, scales, minima, g, groups, rows, wide, stored, 1);
-            else add_group(&s, &own, to, scales, minima, g, groups, rows, wide, stored, 0);
+            const uint16_t *halves = (const uint16_t *)(codes - c->head) + from * LANES;
+            floats scale[VECTORS];
+            if (bits < DECODED && c->used)
+#pragma GCC unroll 4
+                for (int v = 0; v < wide; v++) scale[v] = widen_halves(halves + v * LANES);
+            else
+#pragma GCC unroll 4
+                for (int v = 0; v < wide; v++) scale[v] = load(scales, v * LANES, 0);
+            if (c->subtracts) add_group(&s, &own, to, scale, minima, g, groups, rows, wide, stored, 1);
+            else add_group(&s, &own, to, scale, minima, g, groups, rows, wide, stored, 0);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r += EVERY) own.at[r / EVERY] += 4 * (all + 3);
@@ -192,16 +200,17 @@ static void multiply_coded(const WeightFormat *f, const uint8_t *panel, int64_t 
     float scales[STRETCHED / GROUP * PANEL], minima[STRETCHED / GROUP * PANEL];
     const int64_t chunks = inputs / CHUNK, groups = (rows + FEW_CODED - 1) / FEW_CODED;
     const int64_t each = f->values / CHUNK, size = chunk_bytes(f), own = groups_in(f) * PANEL;
+    const int used = f->scales == PLAIN && !f->minima;
     memset(sums, 0, rows * PANEL * sizeof *sums);
     for (int64_t first = 0, last; first < chunks; first = last) {
         last = first + STRETCHED / CHUNK < chunks ? first + STRETCHED / CHUNK : chunks;
-        for (int64_t n = first; n < last; n++) {
+        for (int64_t n = first; n < last && !used; n++) {
             const uint8_t *head = panel + n / each * block_bytes(f), *chunk = head + head_bytes(f) + n % each * size;
             read_scales(f, head, chunk, scales + (n - first) * own, minima + (n - first) * own);
         }
         Chunks c = {.codes = panel + first / each * block_bytes(f) + head_bytes(f) + number_bytes(f), .bytes = size,
                     .count = last - first, .each = each, .head = head_bytes(f), .scales = scales, .minima = minima,
-                    .offset = f->levels && bytes ? 128 : f->offset, .subtracts = f->minima, .ahead = AHEAD};
+                    .offset = f->levels && bytes ? 128 : f->offset, .subtracts = f->minima, .used = used, .ahead = AHEAD};
         for (int64_t g = 0; g < groups; g++, c.ahead = 0) {
             const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
             const int32_t *these = (const int32_t *)x + row * apart + first * (bytes ? BYTE_CHUNK : ROW_CHUNK);

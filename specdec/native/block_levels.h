@@ -28,7 +28,7 @@ INLINE void multiply_vectors(const WeightFormat *f, const uint8_t *panel, int64_
     for (int64_t first = 0; first < inputs; first += f->values, panel += block_bytes(f)) {
         const uint32_t *codes = (const uint32_t *)(panel + head_bytes(f)) + from * LANES;
         floats scale[VECTORS];
-        for (int64_t at = 0; from == 0 && at < block_bytes(f); at += 64) __builtin_prefetch(panel + AHEAD + at, 0, LOCALITY);
+        if (from == 0) ask_blocks(panel + AHEAD, block_bytes(f));
 #pragma GCC unroll 4
         for (int v = 0; v < wide; v++) scale[v] = load(panel, (from + v) * LANES, 0);
         for (int64_t at = 0; at < f->values; at += 8, codes += PANEL) { /* a word has the codes of eight inputs */

@@ -249,7 +249,7 @@ static void decode_blocks(const WeightFormat *f, const uint8_t *panel, int64_t f
         const uint8_t *head = panel + n / each * block_bytes(f), *chunk = head + head_bytes(f) + n % each * bytes;
         const uint32_t *codes = (const uint32_t *)(chunk + number_bytes(f));
         uint32_t *pairs = to->pairs + (n - first) * CHUNK / 2 * PANEL;
-        for (int64_t at = 0; at < bytes + 64; at += 64) __builtin_prefetch(chunk + ahead + at, 0, LOCALITY);
+        ask_blocks(chunk + ahead, bytes + 64);
         read_scales(f, head, chunk, to->scales + (n - first) * groups * PANEL, to->minima + (n - first) * groups * PANEL);
         switch (f->levels == INTEGERS ? 0 : f->bits) {
             case 0: decode_chunk(codes, pairs, 4, 1); break;

@@ -28,6 +28,7 @@ from specdec.settings.files import cache_folder, digest_of, held
 
 __all__ = [
     "arithmetic",
+    "check_done",
     "compiler",
     "digest_of_library",
     "features",
@@ -85,7 +86,7 @@ def library() -> Any:
     can be made, or it has no room, a temporary one is used, with a SpecdecWarning that gives the reason. A library that
     ``python -m specdec.native`` compiled into this package is tried first: it deserves the same trust as the source.
     """
-    if (installed := _installed()) is not None:
+    if (installed := _kept(_INSTALLED, _machine(), installed=True)) is not None:
         return installed
     found = compiler()
     if found is None:
@@ -163,21 +164,6 @@ def install() -> Path:
     return path
 
 
-def _installed() -> Any:
-    """The library that was compiled into this package for this machine, or None; a broken one causes a warning."""
-    note = _INSTALLED / _machine()
-    if not note.is_file():
-        return None
-    try:
-        path = _path(_INSTALLED, digest := note.read_text(encoding="ascii", errors="replace"))
-        if digest_of(path) != digest:
-            raise OSError(f"{str(path)!r} is not what was compiled; run python -m specdec.native again")
-        return _load(path)
-    except OSError as error:
-        warnings.warn(f"the library in this package is not used: {error}", SpecdecWarning, stacklevel=3)
-        return None
-
-
 def _machine() -> str:
     """File name of the note for this source and processor; computing it needs no compiler."""
     made_of = "|".join((source(), platform.machine(), *features(), *flags()))
@@ -222,19 +208,24 @@ def read_own(path: Path) -> bytes:
         return file.read()
 
 
-def _kept(folder: Path, note: str) -> Any:
-    """The cached library whose hash the note holds, or None; one with another hash causes a SpecdecWarning."""
-    place = folder / note
+def _kept(folder: Path, note: str, *, installed: bool = False) -> Any:
+    """The library whose hash a note holds, or None; one with another hash causes a SpecdecWarning.
+
+    ``installed``: it is in this package, whose files are not the user's own.
+    """
+    place, read = folder / note, Path.read_bytes if installed else read_own
     if not os.path.lexists(place):
         return None
+    remedy = "; run python -m specdec.native again" if installed else ""
     try:
-        digest = read_own(place).decode("ascii", errors="replace")
+        digest = read(place).decode("ascii", errors="replace")
         path = _path(folder, digest)
-        if hashlib.sha256(read_own(path)).hexdigest() != digest:
-            raise OSError(f"{str(path)!r} is not what was compiled")
+        if hashlib.sha256(read(path)).hexdigest() != digest:
+            raise OSError(f"{str(path)!r} is not what was compiled{remedy}")
         return _load(path)
     except OSError as error:
-        warnings.warn(f"native layers are compiled anew: {error}", SpecdecWarning, stacklevel=3)
+        said = "the library in this package is not used" if installed else "native layers are compiled anew"
+        warnings.warn(f"{said}: {error}", SpecdecWarning, stacklevel=3)
         return None
 
 
@@ -279,7 +270,6 @@ def _load(path: Path) -> Any:
         for name, arguments in FUNCTIONS.items():
             getattr(loaded, name).argtypes = arguments
         for allocating in (
-            loaded.specdec_run_layers,
             loaded.specdec_product,
             loaded.specdec_guess,
             loaded.specdec_chances,
@@ -288,7 +278,7 @@ def _load(path: Path) -> Any:
             loaded.specdec_absorb,
             loaded.specdec_grow_block,
         ):
-            allocating.errcheck = _check_done
+            allocating.errcheck = check_done
         loaded.specdec_panel_bytes.restype = loaded.specdec_multiply.restype = ctypes.c_int64
         loaded.specdec_sigmoid.restype = ctypes.c_double
         loaded.specdec_kind.restype = loaded.specdec_arithmetic.restype = ctypes.c_char_p
@@ -302,7 +292,13 @@ def _load(path: Path) -> Any:
     return loaded
 
 
-def _check_done(failed: Any, function: Any, arguments: Any) -> Any:
+def check_done(failed: Any, function: Any, arguments: Any) -> Any:
+    """What ctypes is to make of such functions' results; that of a step looks at its result itself.
+
+    Raises:
+        IndexError: an embedding lacks a token.
+        MemoryError: there is none for so many rows.
+    """
     if failed == _NO_ROW:
         raise IndexError(f"{function.__name__} has no embedding for one of its tokens")
     if failed:

@@ -24,30 +24,41 @@ int specdec_read(const char *from, int64_t bytes, int streams, int asks, int thr
     return found;
 }
 
-/* Sums [14] += weight times row, `times` times; the sums do not wait for each other. */
-INLINE void multiply_often(float *sums, const float *values, int64_t times, const int kind) {
-    enum { SUMS = LANES == 16 ? 14 : 12 };
-    floats own[SUMS];
-    const floats weight = load(values, 0, 0), row = load(values, LANES, 0);
-    for (int n = 0; n < SUMS; n++) own[n] = load(sums, n * LANES, 0);
-    for (int64_t i = 0; i < times; i++)
-#pragma GCC unroll 14
-        for (int n = 0; n < SUMS; n++) own[n] = add_times(own[n], weight, row, kind);
-    for (int n = 0; n < SUMS; n++) *(floats *)(sums + n * LANES) = own[n];
-}
-
 /* Hides from the compiler what lies in memory, and whether it is read: else clang computes the sums while it compiles. */
 #define UNKNOWN(memory) __asm__ volatile("" : : "r"(memory) : "memory")
 
-/* Multiplies and adds, `times` times, on each of some threads, as products with weights of a kind do, by tiles where these
- * are lent to the process. Returns the number of multiplications and additions. */
+/* Sums [14] += weight times row, `times` times; the sums do not wait for each other. */
+INLINE void multiply_often(float *sums, const float *values, int64_t times, const int kind) {
+    enum { SUMS = LANES == 16 ? 14 : 12 };
+    floats own[SUMS], weight = load(values, 0, 0);
+    const floats row = load(values, LANES, 0);
+    const int32_t word = ((ints)row)[0];
+    for (int n = 0; n < SUMS; n++) own[n] = load(sums, n * LANES, 0);
+    for (int64_t i = 0; i < times; i++)
+#pragma GCC unroll 14
+        for (int n = 0; n < SUMS; n++) {
+            if (kind >= QUANTISED) { /* or the compiler multiplies once, where an instruction of its own adds */
+                UNKNOWN(values);
+                weight = load(values, 0, 0);
+            }
+            if (kind == QUANTISED) own[n] = (floats)add_pairs((ints)own[n], (words)weight, word);
+            else if (kind == INT8_QUANTISED) own[n] = (floats)add_fours((ints)own[n], (words)weight, word, 0);
+            else own[n] = add_times(own[n], weight, row, kind);
+        }
+    for (int n = 0; n < SUMS; n++) *(floats *)(sums + n * LANES) = own[n];
+}
+
+/* Multiplies and adds, `times` times, on each of some threads, as products with weights of a kind do: FULL; PAIRS, by tiles
+ * where these are lent to the process; QUANTISED or INT8_QUANTISED, whose codes are not extracted and whose sums are not
+ * scaled. Returns the number of multiplications and additions. */
 int64_t specdec_multiply(int kind, int tiles, int64_t times, int threads) {
     int64_t operations = 0;
     AS_TEAM {
         float sums[16 * LANES] = {0}, values[2 * LANES] = {0};
         UNKNOWN(sums);
         UNKNOWN(values);
-        int64_t own = 2 * (LANES == 16 ? 14 : 12) * LANES * times * (paired(kind) ? 2 : 1);
+        const int each = kind == INT8_QUANTISED ? 4 : kind == QUANTISED || paired(kind) ? 2 : 1;
+        int64_t own = 2 * (LANES == 16 ? 14 : 12) * LANES * times * each;
 #if HAS_TILES
         if (tiles) {
             shape_tiles(TILE);
@@ -62,6 +73,8 @@ int64_t specdec_multiply(int kind, int tiles, int64_t times, int threads) {
         } else
 #endif
         if (paired(kind)) multiply_often(sums, values, times, PAIRS);
+        else if (kind == QUANTISED) multiply_often(sums, values, times, QUANTISED);
+        else if (kind == INT8_QUANTISED) multiply_often(sums, values, times, INT8_QUANTISED);
         else multiply_often(sums, values, times, FULL);
         __atomic_fetch_add(&operations, own, __ATOMIC_RELAXED);
         UNKNOWN(sums);

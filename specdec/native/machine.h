@@ -77,14 +77,7 @@ enum { PEAK = 256, BLOCKS = 1024 };
 /* Heads of rows that attend at once, so that their keys are read once, and vectors of each head's values that are added
  * at once. */
 enum { UNITS = 3, WIDE = LANES / 4 };
-/* Bytes by which blocks and tiles of weights are prefetched, and the cache level to prefetch them into: the second one;
- * on AMD's processors they are marked as needed once, which leaves more of the caches to other data. */
-enum { AHEAD = 4096 };
-#if LANES == 16 && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__)) /* macros of gcc and clang */
-enum { LOCALITY = 0 };
-#else
-enum { LOCALITY = 2 };
-#endif
+enum { AHEAD = 4096 }; /* bytes by which blocks and tiles of weights are prefetched */
 enum { PATIENCE = 4096 }; /* spins at a barrier before a thread yields its processor */
 
 /* Kinds of weights: float32; bfloat16; float16; bfloat16 in pairs of inputs, for rows in bfloat16; both kinds of bfloat16

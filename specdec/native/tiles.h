@@ -51,12 +51,12 @@ INLINE void multiply_step(const char *x, const char *weight, int64_t apart) {
     _tile_dpbf16ps(3, 4, 5);
 }
 
-/* Prefetches. */
+/* Prefetches into the second cache. */
 INLINE void ask(const char *soon, int64_t apart, const int lines) {
 #pragma GCC unroll 2
     for (int at = 0; at < 64 * lines; at += 64) {
-        __builtin_prefetch(soon + at, 0, LOCALITY);
-        if (apart) __builtin_prefetch(soon + at + apart, 0, LOCALITY);
+        __builtin_prefetch(soon + at, 0, 2);
+        if (apart) __builtin_prefetch(soon + at + apart, 0, 2);
     }
 }
 

@@ -27,7 +27,6 @@ __all__ = [
     "CProduct",
     "CRows",
     "CShape",
-    "CSlots",
     "CTransitions",
     "Kind",
     "place_of",
@@ -113,16 +112,6 @@ class CShape(Structure):
     _fields_ = tuple(
         (name, c_int64)
         for name in ("hidden", "query_heads", "key_heads", "head_dim", "inner", "experts", "half", "gelu", "tiles")
-    )
-
-
-class CSlots(Structure):
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("size", c_int64),
-        ("stride", c_int64),
-        ("window", c_int64),
     )
 
 
@@ -242,7 +231,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "specdec_lay_blocks": [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int],
     "specdec_dequantise": [c_int, c_void_p, c_int64, c_void_p, c_int],
     "specdec_kind": [c_int],
-    "specdec_prefetch": [c_int64, c_int64],
+    "specdec_prefetch": [c_int64, c_int64, c_int64],
     "specdec_read": [c_void_p, c_int64, c_int, c_int, c_int],
     "specdec_multiply": [c_int, c_int, c_int64, c_int],
     "specdec_pairs": [],

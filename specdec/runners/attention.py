@@ -80,27 +80,41 @@ def attend(
     layer: int,
     scale: float,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv]."""
+    """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv].
+
+    ``sinks``: [Hq] one more score of each head, of no key, whose share adds nothing.
+    """
     if isinstance(rows, TextRows):
-        return _attend(query, rows, layer, scale, softcap)
+        return _attend(query, rows, layer, scale, softcap, sinks)
     if rows.alone:
-        return _attend(query, rows.parts[0], layer, scale, softcap)
-    every = [_attend(query[:, :, one.begins : one.ends], one, layer, scale, softcap) for one in rows.parts]
+        return _attend(query, rows.parts[0], layer, scale, softcap, sinks)
+    every = [_attend(query[:, :, one.begins : one.ends], one, layer, scale, softcap, sinks) for one in rows.parts]
     return torch.cat(every, 2)
 
 
-def _attend(query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
     large = rows.rows > 1 and rows.rows * (rows.length + rows.rows) > SPLIT_FROM
     if large or query.is_cuda or rows.backend == "flash":
-        return _split(query, rows, layer, scale, softcap)
+        return _beside(sinks, _split(query, rows, layer, scale, softcap)).to(query.dtype)
     keys, values, mask = rows.visible(layer, query.dtype)
-    if softcap is not None:
-        return plain_attention(query, keys, values, scale, mask, softcap)[0]
+    if softcap is not None or sinks is not None:
+        return _beside(sinks, plain_attention(query, keys, values, scale, mask, softcap)).to(query.dtype)
     if query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16):
         return _folded(query, keys, values, scale, mask)
     grouped = keys.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _beside(sinks: torch.Tensor | None, found: PartialAttention) -> torch.Tensor:
+    """Attention over all keys, less the share of the head's sink, if it has one."""
+    output, weight = found
+    if sinks is None:
+        return output
+    return output * torch.sigmoid(weight - sinks.to(weight.dtype)[:, None]).unsqueeze(-1)  # e^w / (e^w + e^sink)
 
 
 def attend_all(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -158,7 +172,7 @@ def _has_flash(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and built()
 
 
-def _split(query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None) -> torch.Tensor:
+def _split(query: torch.Tensor, rows: TextRows, layer: int, scale: float, softcap: float | None) -> PartialAttention:
     layout = rows.layout(rows.cache.group_of[layer], query.dtype)
     keys, values = rows.cache.keys[layer], rows.cache.values[layer]
     flash = None
@@ -166,7 +180,7 @@ def _split(query: torch.Tensor, rows: TextRows, layer: int, scale: float, softca
         flash = FLASH[rows.backend]
     if flash is not None and (whole := _one_range(layout)) is not None:
         first, last = whole
-        return flash(query, keys[:, :, first:last], values[:, :, first:last], scale, causal=rows.rows > 1)[0]
+        return flash(query, keys[:, :, first:last], values[:, :, first:last], scale, causal=rows.rows > 1)
     parts: list[PartialAttention] = []
     kernel = flash or (cpu_flash if query.device.type == "cpu" and softcap is None else plain_attention)
     for first, last in layout.prefix:
@@ -184,7 +198,7 @@ def _split(query: torch.Tensor, rows: TextRows, layer: int, scale: float, softca
         if layout.causal:
             mask = torch.full((rows.rows, rows.rows), -torch.inf, dtype=query.dtype, device=query.device).triu_(1)
         own = plain_attention(query, keys, values, scale, mask, softcap)
-    return (own if prior is None else merge([prior, own]))[0].to(query.dtype)
+    return own if prior is None else merge([prior, own])
 
 
 def _one_range(layout: Layout) -> tuple[int, int] | None:

@@ -8,7 +8,11 @@ from torch import nn
 
 __all__ = ["choose_all"]
 
-_ROUTERS = ("Glm4MoeTopkRouter", "MellumTopKRouter", "MixtralTopKRouter", "OlmoeTopKRouter", "Qwen3MoeTopKRouter")
+_ROUTERS = (
+    *("ExaoneMoeTopkRouter", "Glm4MoeTopkRouter", "GptOssTopKRouter", "HunYuanMoEV1Gate", "MellumTopKRouter"),
+    *("GraniteMoeHybridTopKRouter", "GraniteMoeSharedTopKRouter", "GraniteMoeTopKRouter", "MixtralTopKRouter"),
+    *("OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"),
+)
 
 
 def choose_all(root: nn.Module) -> None:
@@ -17,5 +21,5 @@ def choose_all(root: nn.Module) -> None:
     for module in modules:
         kind = type(module)
         known = kind.__name__ in _ROUTERS and kind.__module__.startswith("transformers.models.")
-        if known and 1 <= module.top_k <= len(module.weight):
-            module.top_k = len(module.weight)
+        if known and 1 <= module.top_k <= (count := len(next(module.parameters()))):  # a row of each expert
+            module.top_k = count

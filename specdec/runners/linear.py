@@ -174,22 +174,19 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class HeadOf:
-    """The head for some tokens, with the model's steps before and after it, if any: [..., D] to [..., d]."""
+    """The head for some tokens, with the model's steps after it, if any: [..., D] to [..., d]."""
 
     kernel: LinearKernel
-    before: Callable[[torch.Tensor], torch.Tensor] | None = None
     after: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        read = hidden if self.before is None else self.before(hidden)
-        found = self.kernel(read.flatten(0, -2)).view(*hidden.shape[:-1], -1)
+        found = self.kernel(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
         return found if self.after is None else self.after(found)
 
     @property
     def packed(self) -> PackedWeight | None:
-        """The packed weight, where the model has no steps before or after it; else None."""
-        plain = self.before is None and self.after is None
-        return self.kernel if isinstance(self.kernel, PackedWeight) and plain else None
+        """The packed weight, where the model has no steps after it; else None."""
+        return self.kernel if isinstance(self.kernel, PackedWeight) and self.after is None else None
 
 
 def _fits(weight: torch.Tensor, dtype: torch.dtype) -> bool:

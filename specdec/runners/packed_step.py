@@ -46,8 +46,8 @@ class PackedText(TextRows):
     @property
     def decide(self) -> npt.NDArray[np.bool_] | None:
         """[T] rows that may be accepted, where the device is to decide what is; else None."""
-        decide = self._step.wanted.decide
-        return None if decide is None or not decide[self.begins] else decide[self.begins : self.ends]
+        accept, decides = self._step.wanted.accept, self._step.wanted.decides
+        return accept[self.begins : self.ends] if accept is not None and decides and decides[self.number] else None
 
     @property
     def draws(self) -> tuple[int, int]:
@@ -60,9 +60,8 @@ class PackedText(TextRows):
     def asked(self) -> Arrays:
         """What verification reads there: its rows with logits, those that may be accepted, and text."""
         wanted, found = self._step.wanted, Arrays()
-        marks = wanted.decide if self.decide is not None else wanted.accept
-        if marks is not None and marks[self.begins]:
-            found["accept"] = marks[self.begins : self.ends]
+        if wanted.accept is not None and wanted.accept[self.begins]:
+            found["accept"] = wanted.accept[self.begins : self.ends]
         if wanted.logits is not None:
             first, last = np.searchsorted(wanted.logits, (self.begins, self.ends))
             if 0 < last - first < self.rows:

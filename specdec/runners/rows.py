@@ -50,10 +50,9 @@ class TextRows:
         self.depths = step.depths[begin:end]
         self.number, self.device, self.backend = number, device or _HOST, backend
         self._step = step
-        self._seen: dict[int, Views] = {}
-        self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
-        self._windows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._masks: dict[tuple[int, torch.dtype], tuple[tuple[int, int], torch.Tensor | None]] = {}
+        self._seen: dict[tuple[LayerState, torch.dtype], tuple[Views, torch.Tensor | None]] = {}
+        self._layouts: dict[tuple[LayerState, torch.dtype], Layout] = {}
+        self._windows: dict[tuple[LayerState, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -89,12 +88,12 @@ class TextRows:
     def visible(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values [1, heads, slots, dim] that a layer's rows may see, and the mask over them."""
         group = self.cache.group_of[layer]
-        span, mask = self.mask(group, dtype)
-        found = self._seen.get(id(group))
+        found = self._seen.get((group, dtype))
         if found is None:
-            found = self._seen[id(group)] = group.views(*span)
-        keys, values = found[self.cache.index_in_group[layer]]
-        return keys, values, mask
+            span, mask = self.mask(group, dtype)
+            found = self._seen[group, dtype] = group.views(*span), mask
+        views, mask = found
+        return *views[self.cache.index_in_group[layer]], mask
 
     def seen(self, keys: int, device: torch.device) -> torch.Tensor:
         """[T, keys] bool: which of the last ``keys`` rows of the tree each row sees."""
@@ -109,7 +108,7 @@ class TextRows:
 
         The latter is None where all are. The tokens before a row are its ancestors in the tree, then committed ones.
         """
-        found = self._windows.get((id(group), width))
+        found = self._windows.get((group, width))
         if found is None:
             at = np.arange(self.length + self.first, self.length + self.last)
             every = [at]
@@ -122,17 +121,11 @@ class TextRows:
             places = np.stack(every[::-1])
             slots = torch.from_numpy(places % group.size).to(group.device)
             lacking = torch.from_numpy(places < 0).to(group.device) if places.min() < 0 else None
-            found = self._windows[id(group), width] = slots, lacking
+            found = self._windows[group, width] = slots, lacking
         return found
 
     def mask(self, group: LayerState, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
         """Slots [first, last) to attend over, and an additive mask [T, slots]; None where all rows see all slots."""
-        key = (id(group), dtype)
-        if key not in self._masks:
-            self._masks[key] = self._mask(group, dtype)
-        return self._masks[key]
-
-    def _mask(self, group: LayerState, dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor | None]:
         layout = self.layout(group, dtype)
         tail, prefix = layout.tail, layout.prefix
         if layout.mask is None and not layout.causal and isinstance(tail, tuple):
@@ -151,10 +144,10 @@ class TextRows:
 
     def layout(self, group: LayerState, dtype: torch.dtype) -> Layout:
         """The slots to attend over in two parts: those that every row sees, and a tail that needs a mask."""
-        key = (id(group), dtype)
-        if key not in self._layouts:
-            self._layouts[key] = self._layout(group, dtype)
-        return self._layouts[key]
+        found = self._layouts.get((group, dtype))
+        if found is None:
+            found = self._layouts[group, dtype] = self._layout(group, dtype)
+        return found
 
     def _layout(self, group: LayerState, dtype: torch.dtype) -> Layout:
         length, end, tree = self.length, self.length + self.last, self.last
@@ -195,22 +188,19 @@ class Rows:
         alone: whether they are of one sequence.
         start: position of the first row if all are at consecutive positions, else None.
         end: one more than the last position of a row, or further.
+        parts: each sequence's rows.
     """
+
+    kind: type[TextRows] = TextRows
 
     def __init__(self, step: StepInput, device: torch.device | None = None, backend: str = "auto") -> None:
         self.step, self.device, self.backend = step, device or _HOST, backend
         self.rows, self.end = step.rows, step.end
         self.alone = not step.starts[2:]
         self.start = step.lengths[0] + step.tree[1] - step.rows if self.alone and step.chain[0] else None
-        self._parts: Sequence[TextRows] | None = None
-
-    @property
-    def parts(self) -> Sequence[TextRows]:
-        """Each sequence's rows."""
-        if self._parts is None:
-            every = range(len(self.step.texts))
-            self._parts = [TextRows(self.step, number, self.device, self.backend) for number in every]
-        return self._parts
+        self.parts: Sequence[TextRows] = [
+            self.kind(step, number, self.device, backend) for number in range(len(step.texts))
+        ]
 
     @property
     def there(self) -> Sequence[TextRows | None]:

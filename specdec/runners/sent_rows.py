@@ -190,21 +190,18 @@ class SentRows(Rows):
         again: whether such rows come again, so that a graph may have them.
     """
 
+    kind = SentText
+    parts: Sequence[SentText]
+
     def __init__(self, step: StepInput, device: torch.device | None = None, backend: str = "auto") -> None:
         super().__init__(step, device, backend)
         counts = step.counts
         self.again = all(step.again) and max(counts) <= MOST_REPLAYED
         if len(counts) > 1:
             self.again = self.again and bucket(len(counts)) * bucket(max(counts)) <= _MOST_ROWS
-        self._own = [SentText(step, number, device, backend) for number in range(len(counts))]
-
-    @property
-    def parts(self) -> Sequence[SentText]:
-        """Each sequence's rows; those of several are sent."""
-        if not self.alone and self._own[0].among is None:
-            for part in self._own:
-                part.among = self._sent
-        return self._own
+        self._sent = None if self.alone else self._all()
+        for part in self.parts:
+            part.among = self._sent
 
     @property
     def there(self) -> Sequence[TextRows | None]:
@@ -213,26 +210,25 @@ class SentRows(Rows):
     @cached_property
     def shapes(self) -> Arrays:
         """The arrays of kernels, on the host, of all rows that come again; empty where each sequence has its own."""
-        if len(self._own) == 1:
-            return self._own[0].shapes
-        return stacked(self._own, self._padding) if self.again else {}
+        if self.alone:
+            return self.parts[0].shapes
+        return stacked(self.parts, self._padding) if self.again else {}
 
     @property
     def _padding(self) -> Padding:
         return padding_of(tuple(self.step.counts))
 
-    @cached_property
-    def _sent(self) -> Sent:
+    def _all(self) -> Sent:
         """What is copied for several sequences."""
         arrays: Arrays = {}
         if self.again:
             padding = self._padding
             arrays = {"step": device_copies.packed(self.shapes), "spread": padding.spread, "packed": padding.packed}
         else:  # one array for all rows, of which each sequence has its part
-            arrays["positions"] = np.concatenate([part.numbers[part.first :] for part in self._own])[None]
+            arrays["positions"] = np.concatenate([part.numbers[part.first :] for part in self.parts])[None]
             if not self.step.late:
                 arrays["tokens"] = self.step.ids[None]
-        for part in self._own:
+        for part in self.parts:
             each = part.asked
             if not self.again:
                 if self.step.late and "tokens" in part.arrays:  # beside others that a device drafted
@@ -244,11 +240,11 @@ class SentRows(Rows):
     @property
     def sent(self) -> dict[str, torch.Tensor]:
         """Arrays on the device for all rows; those of kernels, as bytes, under "step"."""
-        return self._own[0].sent if len(self._own) == 1 else self._sent.views
+        return self.parts[0].sent if self._sent is None else self._sent.views
 
     @property
     def tokens(self) -> torch.Tensor:
-        if len(self.parts) == 1:
+        if self.alone:
             return self.parts[0].tokens
         if not self.step.late:
             return self._of_step("tokens") if self.again else self.sent["tokens"]
@@ -256,7 +252,7 @@ class SentRows(Rows):
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        if len(self.parts) == 1:
+        if self.alone:
             return self.parts[0].positions
         if not self.again:
             return self.sent["positions"]
@@ -266,11 +262,12 @@ class SentRows(Rows):
 
     def _of_step(self, name: str) -> torch.Tensor:
         """[1, T] of the rows, of an array of kernels that has them at the places ``packed``."""
+        assert self._sent is not None
         return self._sent.step[name].reshape(-1).index_select(0, self.sent["packed"])[None]
 
     def index(self, device: torch.device) -> torch.Tensor:
         """As :meth:`Rows.index`; rows that verification reads, too, are on the device already."""
-        if len(self.parts) == 1 and "rows" in self.parts[0].asked:
+        if self.alone and "rows" in self.parts[0].asked:
             return self.parts[0].sent["rows"].to(device)
         return super().index(device)
 
@@ -278,10 +275,10 @@ class SentRows(Rows):
         """The sequences by their number of rows, for kernels that are about to run, by one copy to the device; and
         int64 [T], the place of each row in all groups' rows, one after the other.
         """
-        made, order = grouped(self._own)
+        made, order = grouped(self.parts)
         arrays = {f"{number} {name}": array for number, own in enumerate(made, 1) for name, array in own.items()}
         found = device_copies.copy_in({"order": order, **arrays}, self.device)
-        windows = [slots.window for slots in self._own[0].cache.group_of]
+        windows = [slots.window for slots in self.parts[0].cache.group_of]
         groups = []
         for number, names in enumerate(made, 1):
             known = {name: found[f"{number} {name}"] for name in names}

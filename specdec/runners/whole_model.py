@@ -22,7 +22,7 @@ from transformers.utils import output_capturing
 
 from specdec.errors import TargetError
 from specdec.runners.experts import choose_all
-from specdec.runners.replicas import Evaluated, Replicas
+from specdec.runners.replicas import Replicas
 from specdec.runners.rows import Rows, TextRows
 from specdec.step.state import LayerSpec
 from specdec.step.step_io import FINAL
@@ -52,12 +52,13 @@ class WholeModelRunner:
     Attributes:
         varies: why a row's results depend on other rows in the forward.
         specs: what each layer that stores keys and values caches.
-        embed, norm, head: its embedding, last norm and head by themselves.
+        norm: its last norm by itself.
 
     Raises:
         TargetError: its attention takes no mask of ours, or it keeps no keys and values of every token.
     """
 
+    norm: Callable[[torch.Tensor], torch.Tensor]
     varies = "a model's own operations sum in another order for other numbers of rows"
 
     def __init__(
@@ -105,7 +106,7 @@ class WholeModelRunner:
     def every_expert(self) -> Iterator[None]:
         """While inside, each row has all experts, where a known router chooses some: for the check at load."""
         former = self._model
-        self._model = Replicas(former, whole=True).root
+        self._model = Replicas(former).root
         choose_all(self._model)
         try:
             yield
@@ -133,12 +134,8 @@ class WholeModelRunner:
             TargetError: its attention takes no mask of ours, or it is in a training mode that changes its numbers.
         """
         self._keeps = _takes(self._model, "logits_to_keep")
-        self.embed = Evaluated(self._model.get_input_embeddings())
-        self.head = Evaluated(self._model.get_output_embeddings())
         self._last_norm = None if self._norm_of is None else self._norm_of()
-        self.norm: Callable[[torch.Tensor], torch.Tensor] = (
-            self._no_norm if self._last_norm is None else Evaluated(self._last_norm)
-        )
+        self.norm = self._no_norm if self._last_norm is None else self._last_norm
         attention = self._attention()
         if any(name in attention for name in _MASKLESS):
             raise TargetError(

@@ -31,6 +31,7 @@ LINES = (".jsonl", ".ndjson", ".jsonlines")
 
 _JSON = (".json", *LINES)
 _TABLES = (".csv", ".tsv")
+_HOLDS = "it must hold a list of records (conversations, or prompts), or one record a line"
 _MORE_TEXT = (".text", ".log", ".adoc")  # that Pygments has no language for
 _BEGINS_AS_JSON = re.compile(r'\s*(?:\[\s*)?\{\s*"(?:[^"\\\n]|\\.)*"\s*:')
 
@@ -117,8 +118,10 @@ def _value(line: str) -> Any:
 def _records(path: Path, what: str, text: str, strict: bool) -> list[Record]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     by_line = path.suffix.lower() in LINES
-    if not lines and by_line:
-        return []
+    if not lines:
+        if by_line:
+            return []
+        raise ConfigError(f"{what} {str(path)!r} is empty; {_HOLDS}")
     try:
         whole = parse_json(text)
     except ValueError as error:
@@ -144,7 +147,4 @@ def _record(path: Path, what: str, number: int, line: str, strict: bool) -> Reco
 def _no_json(path: Path, what: str, error: ValueError, place: str = "") -> ConfigError:
     reason = getattr(error, "msg", error) if place else error  # which counts its lines from this one
     hint = "" if path.suffix.lower() in _JSON else "; text that only begins as JSON does needs another first line"
-    return ConfigError(
-        f"{what} {str(path)!r}{place} is no JSON: {reason}; it must hold a list of records (conversations, or "
-        f"prompts), or one record a line{hint}"
-    )
+    return ConfigError(f"{what} {str(path)!r}{place} is no JSON: {reason}; {_HOLDS}{hint}")

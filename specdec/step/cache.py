@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from specdec.errors import DraftError
+from specdec.native.types import place_of
 from specdec.settings.copies import NotCopied
 from specdec.step.pages import PAGE, PagePool
 from specdec.step.slots import ContiguousSlots
@@ -51,7 +52,7 @@ class KVCache(NotCopied):
         written: positions below it may have been written, rejected rows included. ``first`` of each group of layers
             says which committed positions it still holds.
         moved: a device has moved the rows together that it accepted, so that ``commit`` need not.
-        described: a runner's own description of the slots' addresses; None once they have moved.
+        listed: where ``list_slots`` has put its list; 0 once slots have moved.
     """
 
     instead = "a new cache of the same specs can take() its beginning"
@@ -101,14 +102,14 @@ class KVCache(NotCopied):
         return sum((linear if spec.window is None else pages) * PAGE * spec.slot_bytes for spec, pages in sizes)
 
     def _view(self) -> None:
-        # Per layer its own [1, heads, size, dim] views, made once: slicing is most of what a tiny layer's cache costs.
-        every = {} if self._paged else {id(group): group.views() for group in self.groups}
-        views = [every[id(group)][n] for group, n in zip(self.group_of, self.index_in_group, strict=True) if every]
+        places = [] if self._paged else [*zip(self.group_of, self.index_in_group, strict=True)]
+        views = [group.views()[number] for group, number in places]
         self.keys: Sequence[torch.Tensor] = _Copies(self, 0) if self._paged else [keys for keys, _ in views]
         self.values: Sequence[torch.Tensor] = _Copies(self, 1) if self._paged else [values for _, values in views]
         self._room = min((group.room for group in self.groups), default=self.capacity + self.rows)
         self._table: npt.NDArray[np.int64] | None = None
-        self.described: Any = None
+        self._list: npt.NDArray[np.int64] | None = None
+        self.listed = 0
 
     @property
     def table(self) -> npt.NDArray[np.int64]:
@@ -121,6 +122,14 @@ class KVCache(NotCopied):
             rows = [group.place(number) for group, number in places]
             self._table = np.array(rows, dtype=np.int64).reshape(len(rows), -1 if rows else 3)
         return self._table
+
+    def list_slots(self) -> int:
+        """Where the native library reads each layer's keys, values, slots, their stride and the window, 0 for none."""
+        places = zip(self.group_of, self.index_in_group, strict=True)
+        rows = [(*group.place(number), group.size, group.window or 0) for group, number in places]
+        self._list = np.array(rows, dtype=np.int64)
+        self.listed = place_of(self._list)
+        return self.listed
 
     def reserve(self, end: int) -> None:
         """Rows up to position ``end`` are about to be written; every forward calls it for its rows, and every write.
@@ -157,7 +166,8 @@ class KVCache(NotCopied):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """Store ``keys`` and ``values`` [1, heads, T, dim] of one layer at positions [start, start + T)."""
-        self.reserve(start + keys.shape[2])
+        if start + keys.shape[2] > self.written:
+            self.reserve(start + keys.shape[2])
         self.group_of[layer].write(self.index_in_group[layer], start, keys, values)
 
     def check(self, rows: int) -> None:

@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from specdec.step.step_io import Draws, Entering, Ints, StepInput, Wanted, fixed
 
@@ -77,31 +76,24 @@ def _wanted(each: Sequence[Wanted], starts: Sequence[int]) -> Wanted:
     top_k, hidden, some = 0, frozenset[int](), False
     for one in each:
         top_k, hidden = one.top_k if one.top_k > top_k else top_k, hidden.union(one.hidden) if one.hidden else hidden
-        some = some or one.logits is not None or one.draws is not None or one.decide is not None or bool(one.unread)
+        some = some or one.logits is not None or one.draws is not None or one.accept is not None or bool(one.unread)
     if not some:
         return Wanted(None, top_k, hidden)
-    logits = decide = accept = draws = None
+    logits = accept = draws = None
     pairs = [*zip(each, starts, starts[1:], strict=False)]
     if [one for one in each if one.logits is not None]:
         parts = [np.arange(*own) if one.logits is None else own[0] + one.logits for one, *own in pairs]
         logits = np.concatenate(parts)
-    if [one for one in each if one.decide is not None or one.accept is not None]:
-        decide, accept = _marked([one.decide for one in each], starts), _marked([one.accept for one in each], starts)
+    if [one for one in each if one.accept is not None]:
+        accept = np.zeros(starts[-1], dtype=np.bool_)
+        for one, first, last in pairs:
+            accept[first:last] = False if one.accept is None else one.accept
     if [one for one in each if one.draws is not None]:
         own = [(0, 0.0) if one.draws is None else (one.draws.start[0], one.draws.temperature[0]) for one in each]
         draws = Draws([start for start, _ in own], [temperature for _, temperature in own])
     unread = [one.unread[0] if one.unread else None for one in each] if [one for one in each if one.unread] else ()
-    return Wanted(logits, top_k, hidden, draws, decide, accept, unread)
-
-
-def _marked(each: Sequence[npt.NDArray[np.bool_] | None], starts: Sequence[int]) -> npt.NDArray[np.bool_] | None:
-    """Marks of the rows of several sequences, all False of those that have none; None where none has any."""
-    if all(own is None for own in each):
-        return None
-    marks = np.zeros(starts[-1], dtype=np.bool_)
-    for own, first, last in zip(each, starts, starts[1:], strict=False):
-        marks[first:last] = False if own is None else own
-    return marks
+    decides = [any(one.decides) for one in each]
+    return Wanted(logits, top_k, hidden, draws, accept, decides if any(decides) else (), unread)
 
 
 @lru_cache(maxsize=256)

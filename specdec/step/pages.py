@@ -153,6 +153,7 @@ class PagedSlots(LayerState):
         self.window, self.limit, self.first, self.size = pool.spec.window, limit, 0, size
         self.device, self.pool, self.room, self.reserves = pool.spec.device, pool, sys.maxsize, True
         self.pages: list[Page | None] = []
+        self.slot_bytes = pool.page_bytes // PAGE
         self._oldest = 0  # how many pages were given back, or never held
         with torch.inference_mode(False):
             self.addresses = torch.zeros(-(-size // PAGE), dtype=torch.int64, device=self.device)
@@ -161,10 +162,6 @@ class PagedSlots(LayerState):
     @property
     def nbytes(self) -> int:
         return max(0, len(self.pages) - self.first // PAGE) * self.pool.page_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.pool.page_bytes // PAGE
 
     def place(self, layer: int) -> tuple[int, ...]:
         """Where the addresses are, and the numbers in a page ahead of a layer's."""

@@ -25,26 +25,27 @@ class ContiguousSlots(LayerState):
 
     def __init__(self, spec: LayerSpec, layers: int, limit: int) -> None:
         self.window, self.limit, self.first, self.device = spec.window, limit, 0, spec.device
+        self.slot_bytes = layers * spec.slot_bytes
         self.reserves = spec.window is not None  # of a ring rows overwrite the oldest positions
-        self._resized(min(limit, _START))
-        shape = (layers, 1, spec.heads, self.size)
-        self.keys = torch.empty(*shape, spec.key_dim, dtype=spec.dtype, device=spec.device)
-        self.values = torch.empty(*shape, spec.value_dim, dtype=spec.dtype, device=spec.device)
+        shape = layers, 1, spec.heads, min(limit, _START)
+        sizes = spec.key_dim, spec.value_dim
+        self._put(*(torch.empty(*shape, size, dtype=spec.dtype, device=spec.device) for size in sizes))
 
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    @property
-    def slot_bytes(self) -> int:
-        return self.nbytes // self.size
-
     def place(self, layer: int) -> tuple[int, ...]:
         """The addresses of keys and values, and the number of slots."""
         return device_copies.address(self.keys[layer]), device_copies.address(self.values[layer]), self.size
 
-    def _resized(self, size: int) -> None:
-        self.size, self.room = size, size if size < self.limit else sys.maxsize
+    def _put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Have these slots."""
+        self.keys, self.values, self.size = keys, values, keys.shape[3]
+        self.room = self.size if self.size < self.limit else sys.maxsize
+        self._each = [
+            *zip(keys.unbind(0), values.unbind(0), strict=True)
+        ]  # slicing costs more than a tiny layer's write
 
     def grow(self, end: int) -> None:
         """As of every state; the contents of the old slots are kept."""
@@ -54,13 +55,14 @@ class ContiguousSlots(LayerState):
         for former in (self.keys, self.values):
             grown.append(former.new_empty(*former.shape[:3], size, former.shape[4]))
             grown[-1].narrow(3, 0, self.size).copy_(former)
-        self.keys, self.values = grown
-        self._resized(size)
+        self._put(*grown)
 
     def reserve(self, end: int) -> None:
         self.first = max(self.first, end - self.limit)
 
     def views(self, first: int = 0, last: int | None = None) -> Views:
+        if last is None and not first:
+            return self._each
         count = (self.size if last is None else last) - first
         keys, values = (store.narrow(3, first, count).unbind(0) for store in (self.keys, self.values))
         return [*zip(keys, values, strict=True)]
@@ -73,21 +75,16 @@ class ContiguousSlots(LayerState):
         return [(first, self.keys.index_select(3, slots), self.values.index_select(3, slots))]
 
     def fill(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._store(3, (self.keys, self.values), first, (keys, values))
+        for layer in range(len(keys)):
+            self.write(layer, first, keys[layer], values[layer])
 
     def write(self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._store(2, (self.keys[layer], self.values[layer]), first, (keys, values))
-
-    def _store(
-        self, axis: int, stores: tuple[torch.Tensor, torch.Tensor], first: int, both: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        rows, slot = both[0].shape[axis], first % self.size
-        slots = None if slot + rows <= self.size else self.index((first, first + rows))
-        for store, given in zip(stores, both, strict=True):
-            if slots is None:
-                store.narrow(axis, slot, rows).copy_(given)
+        rows, slot = keys.shape[2], first % self.size
+        for store, given in zip(self._each[layer], (keys, values), strict=True):
+            if slot + rows <= self.size:
+                store.narrow(2, slot, rows).copy_(given)
             else:
-                store.index_copy_(axis, slots, given)
+                store.index_copy_(2, self.index((first, first + rows)), given)
 
     def clear(self) -> None:
         self.keys.zero_()

@@ -70,6 +70,7 @@ class LayerState(ABC):
             ring that was filled from another one.
         room: positions below it have slots; those above need ``grow``, after which addresses are others.
         reserves: whether ``reserve`` does anything, as it is called for every forward.
+        slot_bytes: bytes of one token's keys and values.
     """
 
     window: int | None
@@ -79,16 +80,12 @@ class LayerState(ABC):
     first: int
     room: int
     reserves: bool
+    slot_bytes: int
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes held."""
-
-    @property
-    @abstractmethod
-    def slot_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
 
     @abstractmethod
     def place(self, layer: int) -> tuple[int, ...]:

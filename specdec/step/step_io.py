@@ -39,9 +39,10 @@ __all__ = [
     "fixed",
 ]
 
-Ints = npt.NDArray[np.int32]
 Tokens = Any
-"""int64 [T] of numpy on the host, or the tensor of a device where a drafter drew them."""
+"""int64 [N], of numpy, or a tensor of torch where a device has drawn them."""
+
+Ints = npt.NDArray[np.int32]
 
 
 FINAL = -1
@@ -111,10 +112,10 @@ class Wanted:
         top_k: how many of each row's largest logits will be read.
         hidden: the layers whose input is returned; ``specdec.FINAL``: what the head reads.
         draws: of the rows with logits, if any may be made together with them.
-        decide: bool [T] the rows that the executor may accept: it walks the tree by its own argmax or draws, and moves
-            the accepted rows together. All rows of a sequence are False where verification decides; None: of all.
-        accept: bool [T] the rows that may be accepted, of sequences whose path is asked for where the logits are, and
-            is not the executor's to decide; None: of none.
+        accept: bool [T] the rows that may be accepted, of sequences whose path is asked for where the logits are; all
+            rows of other sequences are False. None: of none.
+        decides: [B] whether that path is the executor's to decide: it walks the tree by its own argmax or draws, and
+            moves the accepted rows together. Empty where it decides nothing.
         unread: [B] the tokens of each text that its processors read where the logits are, and that are not there yet.
     """
 
@@ -122,8 +123,8 @@ class Wanted:
     top_k: int = 1
     hidden: Collection[int] = ()
     draws: Draws | None = None
-    decide: npt.NDArray[np.bool_] | None = None
     accept: npt.NDArray[np.bool_] | None = None
+    decides: Sequence[bool] = ()
     unread: Sequence[Sequence[int] | None] = ()
 
     @property
@@ -167,7 +168,7 @@ class StepInput:
 
     texts: Sequence[KVCache]
     starts: Sequence[int]
-    tokens: Tokens
+    tokens: Tokens | Sequence[Tokens]
     lengths: Sequence[int]
     tree: Sequence[int]
     parents: Ints

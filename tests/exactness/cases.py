@@ -22,7 +22,7 @@ KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     *(("modules", "float64", FAMILIES) for _ in range(3)),
     *((executor, "float64", FUSED) for executor in ("fused", "split")),
     *(("native", dtype, _KNOWN) for dtype in ("float32", "bfloat16", "bfloat16")),
-    *(("native", method, _INT4) for method in ("gptq", "awq")),
+    *(("native", f"packed {turn}", _INT4) for turn in range(2)),
     *(("native", f"bitsandbytes {kind}", ("llama", "qwen2")) for kind in ("nf4", "int8")),
     *(("native", f"blocks {turn}", BLOCK_FAMILIES) for turn in range(3)),
     *((executor, "float64", ("llama", "mistral", "qwen3")) for executor in ("recorded", "paged")),
@@ -118,9 +118,12 @@ def draw(seed: int) -> Case:
     """The seed's case; what does not go together is replaced."""
     rng, take = random.Random(seed), partial(_turn, seed=seed)
     executor, form, families = take("kind", KINDS)
+    lap = seed // len(KINDS)
     if form.startswith("blocks"):
-        form = _turn("blocks", (*FORMATS, "mixed"), 3 * (seed // len(KINDS)) + int(form[-1]))
-    in_bytes = form in (*FORMATS, "mixed", "gptq", "awq", "bitsandbytes int8")
+        form = _turn("blocks", (*FORMATS, "MXFP4", "mixed"), 3 * lap + int(form[-1]))
+    if form.startswith("packed"):
+        form = _turn("packed", ("gptq", "awq", "compressed 4", "compressed 8"), 2 * lap + int(form[-1]))
+    in_bytes = executor == "native" and form not in ("float32", "bfloat16", "bitsandbytes nf4")
     case = Case(
         seed=seed,
         executor=executor,

@@ -16,6 +16,7 @@ from specdec.parallel.rows import ShardedTarget
 from specdec.parallel.tensor import TensorTarget
 from tests import launching, models
 from tests.bitsandbytes_files import bitsandbytes_checkpoint
+from tests.compressed_files import compressed_checkpoint
 from tests.exactness.cases import Case
 from tests.int4_files import int4_checkpoint
 from tests.models import target_for
@@ -61,6 +62,8 @@ class Targets:
         wide = {"head_dim": 32} if family in ("qwen3", "gemma2") else {}
         if form in ("gptq", "awq"):
             int4_checkpoint(place, method=form, family=family, group_size=64, **wide)
+        elif form.startswith("compressed"):
+            compressed_checkpoint(place, bits=int(form.split()[1]), family=family, **wide)
         elif form.startswith("bitsandbytes"):
             bitsandbytes_checkpoint(place, kind=form.split()[1], family=family)
         else:

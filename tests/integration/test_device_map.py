@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from specdec import Engine, SamplingParams, TransformersTarget
-from specdec.drafting.registry import drafter_names
 from tests.models import OF_LAYERS, greedy, new_model, prompt_of, settings_of, target_of
+from tests.tiers import FEW
 
 PROMPT = prompt_of(11)
 NEW = 24
@@ -66,7 +66,7 @@ def test_layers_on_disk(saved: Path, tmp_path: Path, offloaded: tuple[str, ...])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", [name for name in drafter_names() if name not in OF_LAYERS])
+@pytest.mark.parametrize("drafter", [name for name in FEW if name not in OF_LAYERS])
 def test_every_drafter_over_split_layers(drafter: str, tmp_path: Path) -> None:
     places = dict.fromkeys((*PARTS, "lm_head"), "cpu") | {"model.layers.0": "disk", "lm_head": "disk"}
     model = accelerate.dispatch_model(

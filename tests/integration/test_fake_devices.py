@@ -32,13 +32,14 @@ from specdec.costs import measuring
 from specdec.drafting.registry import drafter_names
 from specdec.execute import cuda, cuda_kernels
 from specdec.models import transformers_target
+from specdec.models.live_ends import LiveEnds
 from specdec.runners import attention, attention_kernels, cuts
-from specdec.runners.boundary_ops import Joints
 from specdec.sampling import processors
 from specdec.step import device_copies, torch_switches
 from specdec.target import FINAL
 from tests import launching, models, seam
 from tests.models import FAMILIES, MIXTURES, OF_LAYERS, prompt_of, settings_of
+from tests.tiers import FEW
 
 BACKENDS = ("auto", "flash")
 TREE = Draft((3, 4, 5, 6, 7), (-1, 0, 0, 2, 1), probes=frozenset({4}))
@@ -252,11 +253,11 @@ def target_on(family: str, dtype: torch.dtype, backend: str = "auto", *, first: 
 
 
 def modules_on(
-    family: str, dtype: torch.dtype, *, devices: int = 1, first: str = "cuda:0", joints: Joints | None = None
+    family: str, dtype: torch.dtype, *, devices: int = 1, first: str = "cuda:0", ends: LiveEnds | None = None
 ) -> Any:
     """The family's own modules there; with two devices its layers but the first, norm and head on cuda:1.
 
-    ``joints``: what it does between its parts, which is read off numbers, of which there are none here.
+    ``ends``: what is done around its embedding and head, which is held against numbers, of which there are none here.
     """
     made = model_on(family, dtype, first)
     if devices > 1:
@@ -267,7 +268,7 @@ def modules_on(
             move(module, "cuda:1", dtype)
             add_hook_to_module(module, AlignDevicesHook(execution_device="cuda:1"))
     target = TransformersTarget(made)
-    target._joints = joints
+    target._ends = None if ends is None else replace(ends, model=made)
     return target
 
 
@@ -314,7 +315,7 @@ RECORDED = ("dflash", "eagle", "medusa")  # where one device has it all, their p
     ("drafter", "devices", "family"),
     [  # a drafter's own calculations are the same for every family
         (drafter, devices, ("llama", "mistral")[(number + devices) % 2])
-        for number, drafter in enumerate(drafter_names())
+        for number, drafter in enumerate(sorted({*FEW, *RECORDED}))
         for devices in ((1, 2) if drafter in RECORDED else (1 if drafter in OF_LAYERS else 2,))
     ],
 )
@@ -323,7 +324,7 @@ def test_every_drafter(
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     settings = [dict(options) for options in settings_of(drafter, models.target_of(family), tmp_path)]
-    joints = models.target_of(family, execution="modules").joints
+    ends = models.target_of(family, execution="modules").ends
     loaded: dict[str, Any] = {}
     for options in settings:
         if "adapter" in options:
@@ -342,7 +343,7 @@ def test_every_drafter(
     for kind in (Adapter, MedusaHeads, HeadWeights):
         monkeypatch.setattr(kind, "to", lambda self, device, dtype: move(self, device, dtype) or self)
     request.getfixturevalue("fake")
-    there: dict[str, Any] = {"devices": devices, "joints": joints}
+    there: dict[str, Any] = {"devices": devices, "ends": ends}
     target = target_on(family, torch.bfloat16) if devices == 1 else modules_on(family, torch.bfloat16, **there)
     stranger = partial(target_on, "llama", torch.bfloat16)
     monkeypatch.setattr(TransformersTarget, "from_pretrained", lambda path, dtype, device: stranger(first=str(device)))
@@ -367,11 +368,11 @@ def test_an_embedding_beside_the_host(
 ) -> None:
     """Its rows are sent nowhere, so that nothing is there with them of what decides on the head's device."""
     options = dict(settings_of("medusa", models.target_of(family), tmp_path)[0])
-    heads, joints = MedusaHeads.from_pretrained(options["heads"]), models.target_of(family, execution="modules").joints
+    heads, ends = MedusaHeads.from_pretrained(options["heads"]), models.target_of(family, execution="modules").ends
     monkeypatch.setattr(MedusaHeads, "from_pretrained", lambda folder: heads)
     monkeypatch.setattr(MedusaHeads, "to", lambda self, device, dtype: move(self, device, dtype) or self)
     request.getfixturevalue("fake")
-    target = modules_on(family, torch.bfloat16, devices=2, first="cpu", joints=joints)
+    target = modules_on(family, torch.bfloat16, devices=2, first="cpu", ends=ends)
     assert (target.device.type, target.head_device.type) == ("cpu", "cuda")
     for sampling in (None, SAMPLED):
         engine = Engine(target, None, {**options, "check_target": False}, max_rows=24, prefill_chunk=16)
@@ -419,7 +420,7 @@ def test_processors_and_other_rules(
         options = dict(settings_of(drafter, models.target_of(family), tmp_path)[0])
     masks = lambda states, size, dtype: (np.zeros((len(states), size), bool), dtype)  # noqa: E731
     monkeypatch.setattr(processors, "forbidden", masks)
-    placed: dict[str, Any] = {"devices": devices, "joints": models.target_of(family, execution="modules").joints}
+    placed: dict[str, Any] = {"devices": devices, "ends": models.target_of(family, execution="modules").ends}
     request.getfixturevalue("fake")
     target = target_on(family, torch.bfloat16) if devices == 1 else modules_on(family, torch.bfloat16, **placed)
     stranger = partial(target_on, family, torch.bfloat16)

@@ -81,6 +81,7 @@ def test_vicunas_prompt() -> None:
         (talk(("human", "q"), ("human", "r"), ("gpt", "a")), "mended", "joined", ["a"]),
         (talk(("human", "q"), ("gpt", "a"), ("human", ""), ("gpt", "b")), "mended", "empty turn", ["a"]),
         (talk(("human", "q"), ("gpt", "a"), ("human", None), ("gpt", "b")), "mended", "empty turn", ["a"]),
+        (talk(("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", 7)), "mended", "no text", ["a"]),
         (talk(("human", "q"), ("gpt", "a"), ("system", "s"), ("gpt", "b")), "mended", "system turn", ["a"]),
         (talk(("human", "q"), ("gpt", "  ")), "skipped", "no answer", []),
         (talk(("human", "q")), "skipped", "no answer", []),
@@ -108,6 +109,14 @@ def test_system_turns_and_both_key_styles(tmp_path: Path, tokenizer: Any) -> Non
     [sample], _ = read(tmp_path, tokenizer, [record])
     assert trained_texts(sample, tokenizer) == ["a"]
     assert "# System: s" in tokenizer.decode(sample.tokens)
+    asked = talk(("human", "q"), ("gpt", "a"))
+    others = [read(tmp_path, tokenizer, [{**asked, "system": system}])[0] for system in ("s", "t", " ")]
+    assert [[*map(str.strip, trained_texts(one, tokenizer))] for [one] in others] == [["a"]] * 3
+    assert "# System: s" in tokenizer.decode(others[0][0].tokens)
+    assert others[0][0].prompt == sample.prompt
+    assert len({one.prompt for [one] in others}) == 3
+    twice, skips = read(tmp_path, tokenizer, [{**record, "system": "t"}])  # a turn counts more than the field
+    assert (twice[0].tokens, skips.lines()) == (sample.tokens, [])
 
 
 _TOOLS = (
@@ -225,7 +234,7 @@ def test_a_template_that_changes_the_words(tmp_path: Path, tokenizer: Any) -> No
 
 @pytest.mark.parametrize("text", ["[{", "", "[1, 2"])
 def test_a_file_that_is_no_json(tmp_path: Path, tokenizer: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.json.* is no JSON"):
+    with pytest.raises(ConfigError, match=r"data.json.* is (no JSON|empty)"):
         read(tmp_path, tokenizer, text)
 
 

@@ -44,7 +44,7 @@ from training import kangaroo, medusa
 from training.acceptance import EvalConfig, Tally, Written, continued_texts, judged_samples, standard_error
 from training.card import command_line, write_card
 from training.checkpoint import precision_of, state_of
-from training.choice import settling
+from training.choice import kept_options, settling
 from training.cli import coloured
 from training.convert import convert
 from training.data import Sample, TextConfig, load_samples
@@ -52,7 +52,7 @@ from training.features import FrozenTarget
 from training.kangaroo import Config, KangarooTraining, NewAdapter, new_adapter, run
 from training.log import read_log
 from training.loop import half_is_fast
-from training.losses import soft_loss
+from training.losses import Labels
 from training.packing import pack
 from training.run import frozen_target, started
 
@@ -254,16 +254,20 @@ def test_tally_of_a_text() -> None:
 
 
 def test_losses() -> None:
-    guess, wanted = torch.randn(5, 11), torch.randn(5, 11)
-    p = torch.softmax(wanted, -1)
-    expected = -(p * torch.log_softmax(guess, -1)).sum()
-    torch.testing.assert_close(soft_loss(guess, wanted), expected)
-    torch.testing.assert_close(soft_loss(guess, wanted, top_k=11), expected)
+    guess, wanted, text = torch.randn(5, 11), torch.randn(5, 11), torch.tensor([3, -1, 0, 10, 3])
+    p, said = torch.softmax(wanted, -1), torch.log_softmax(guess, -1)
     kept = torch.where(p >= p.topk(3).values[:, -1:], p, 0)
     kept = kept / kept.sum(-1, keepdim=True)
-    torch.testing.assert_close(soft_loss(guess, wanted, top_k=3), -(kept * torch.log_softmax(guess, -1)).sum())
-    hard = soft_loss(guess, wanted, labels="hard")
-    torch.testing.assert_close(hard, -torch.log_softmax(guess, -1)[range(5), wanted.argmax(-1)].sum())
+    best = torch.nn.functional.one_hot(wanted.argmax(-1), 11)
+    next_one = torch.nn.functional.one_hot(text.clamp(min=0), 11) * (text >= 0)[:, None]  # one has no number
+    places = torch.tensor([4, 1, 1])
+    for options, chances in (({}, p), ({"top_k": 11}, p), ({"top_k": 3}, kept), ({"labels": "hard"}, best)):
+        for share in (0.0, 0.25):
+            expected = -(((1 - share) * chances + share * next_one) * said).sum(-1)
+            labels = Labels.of(wanted, text, hard_share=share, **options)
+            torch.testing.assert_close(labels.loss(guess), expected)
+            again = -(((1 - share) * chances + share * next_one)[places] * said[[0, 2, 3]]).sum(-1)
+            torch.testing.assert_close(labels.loss(guess[[0, 2, 3]], places), again)
 
 
 @pytest.mark.slow
@@ -724,6 +728,9 @@ class TestWithoutAConfig:
         AcceleratorState._reset_state(reset_partial_state=True)
         other = CliRunner().invoke(build(), [*words, "--set", "loop.lr=0.5"])
         assert "is of a run with loop.lr 0.005, this one has 0.5;" in str(other.exception)
+        (tmp_path / "options.yaml").write_text("model: [")
+        with pytest.raises(ConfigError, match=r"options\.yaml' is no YAML: .*; delete it to have them chosen anew"):
+            kept_options(tmp_path)
 
     def test_a_dry_run_writes_nothing(self, model_folder: Path, talks: Path, tmp_path: Path) -> None:
         words = ["train", "kangaroo", "--data", str(talks), "--model", str(model_folder), "--out", str(tmp_path / "o")]

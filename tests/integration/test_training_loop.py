@@ -181,6 +181,17 @@ def test_another_run_is_not_continued(windows: Windows, tmp_path: Path) -> None:
         trained(pack([Sample([1, 2] * 9, [True] * 18, False)], 8), tmp_path)
 
 
+def test_another_drafters_run_is_named(windows: Windows, tmp_path: Path) -> None:
+    """Before options that the other one has not, and before its tensors are read."""
+    part = Bigrams()
+    train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path, run={"a": 1, "drafter": "medusa"})
+    other: Any = SimpleNamespace(module=nn.Linear(2, 2), judges=False)
+    with pytest.raises(ConfigError, match="with drafter 'medusa', this one has 'kangaroo'"):
+        train(other, windows, CONFIG, new_accelerator(CONFIG), tmp_path, run={"b": 1, "drafter": "kangaroo"})
+    train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path / "old", run={"a": 1})
+    train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path / "old", run={"a": 1, "drafter": "medusa"})
+
+
 def test_a_broken_checkpoint_is_named(windows: Windows, tmp_path: Path) -> None:
     trained(windows, tmp_path)
     path = tmp_path / "checkpoint.safetensors"
@@ -423,11 +434,27 @@ def test_without_held_out_data_the_last_is_the_best(windows: Windows, tmp_path: 
     assert torch.equal(load_file(tmp_path / "best/weights.safetensors")["weight"], part.module.weight)
 
 
+def test_a_best_that_was_deleted_is_the_next_one(windows: Windows, tmp_path: Path) -> None:
+    """Of a finished run, it is that of the last step."""
+    part = Bigrams()
+    part.scores = iter([9.0, 3.0, 2.0])
+    first = train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path, run={})
+    assert first == {"step": 4, "score": 9.0}
+    shutil.rmtree(tmp_path / "best")
+    part.scores = iter([2.0])
+    for _ in range(2):
+        assert train(part, windows, CONFIG, new_accelerator(CONFIG), tmp_path, run={}) == {"step": 12, "score": 2.0}
+    assert torch.equal(load_file(tmp_path / "best/weights.safetensors")["weight"], part.module.weight)
+
+
 def test_a_dry_run_only_tells(windows: Windows, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part, folder = Bigrams(), tmp_path / "run"
     train(part, windows, CONFIG, new_accelerator(CONFIG), folder, run={}, dry_run=True)
     assert "12 steps are expected to take 0.00 hours here" in capsys.readouterr().out
     assert not folder.exists()
+    trained(windows, folder)
+    train(part, windows, CONFIG, new_accelerator(CONFIG), folder, run={"name": "test"}, dry_run=True)
+    assert "all 12 steps are done" in capsys.readouterr().out
 
 
 def test_a_batch_with_nothing_to_learn_from_changes_nothing(windows: Windows, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_all_values_are_drawn() -> None:
     assert values["sampling"] == {*cases.SAMPLINGS}
     assert values["load"] == {*cases.LOADS}
     assert values["end"] == {*cases.ENDS}
-    assert len(values["format"]) == 7 + 13
+    assert len(values["format"]) == 9 + 14
     quick = values_of([draw(seed) for seed in range(QUICK)])
     assert quick["drafter"] == {*cases.DRAFTERS}
     assert quick["executor"] == values["executor"]

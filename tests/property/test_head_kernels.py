@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.heads.block_step import Blank, BlockStep
-from drafters.heads.chain_step import ChainStep, Nodes
+from drafters.heads.block_step import BlockStep
+from drafters.heads.chain_step import ChainStep
 from drafters.heads.loading import load_head
+from drafters.shared.own_cache import Nodes
 from drafters.shared.vocabulary import DraftVocabulary
 from tests import heads, seam
 from tests.models import VOCAB, prompt_of
@@ -75,11 +76,11 @@ def test_each_row_of_a_block_sees_all_of_them(tmp_path: Path, monkeypatch: pytes
         step.absorb(texts[0].rows(range(67)), torch.randn(67, SIZE, generator=generator).half())
         texts[0].commit(range(67))
         for sizes in ((1, 3), (2, 5)):
-            brought = list[Blank]()
+            brought = list[Nodes]()
             for size, own in zip(sizes, texts, strict=True):
                 features = torch.randn(size, SIZE, generator=generator).half()
-                brought.append(Blank(own.rows([0] * size + step.tokens(7)), features))
-            parts += [part for sequel in step.run(brought) for part in (sequel.hidden, sequel.logits)]
+                brought.append(Nodes(own.rows([0] * size + step.tokens(7)), features))
+            parts += [part for guess in step.guess(brought) for part in (guess.states, guess.logits)]
             for size, own in zip(sizes, texts, strict=True):
                 own.commit(range(size))
         found.append(parts)

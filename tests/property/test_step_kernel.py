@@ -14,7 +14,7 @@ from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.pages import PagePool
 from tests import seam
 from tests.property.test_attention import GROUPS, HEADS, MOST, WIDTH, Case, World, cases
-from tests.tiers import each_once
+from tests.tiers import once
 
 pytest.importorskip("triton", reason="Triton is not installed")
 step = pytest.importorskip("specdec.runners.kernels.step")
@@ -183,8 +183,7 @@ def test_rows_see_their_ancestors_and_the_window(case: Case) -> None:
 @pytest.mark.parametrize(
     ("size", "precision"),
     [
-        *each_once([(21, 45), (700, 3)], [(torch.float32, 1e-6), (torch.float16, 4e-3)]),
-        pytest.param((0, 45), (torch.float32, 1e-6), marks=pytest.mark.slow),
+        *once([(21, 45), (700, 3)], [(torch.float32, 1e-6), (torch.float16, 4e-3)]),
         pytest.param((0, 45), (torch.float16, 4e-3), marks=pytest.mark.slow),
     ],
 )

@@ -65,7 +65,7 @@ class Step:
         """Its rows, of which a device is to decide."""
         may = np.array([row not in self.draft.probes for row in range(self.rows)])
         draws = Draws((7,), (1.0,)) if self.sampled else None
-        wanted = Wanted(draws=draws, decide=may if self.decides else None)
+        wanted = Wanted(draws=draws, accept=may if self.decides else None, decides=(self.decides,))
         return seam.Text(self.cache).rows(self.draft, wanted=wanted)
 
 

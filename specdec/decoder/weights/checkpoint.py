@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -57,6 +58,7 @@ class Checkpoint:
         self._wrong: dict[str, list[str]] = {"missing": [], "misshapen": [], "of another dtype": []}
         self._places: dict[Weight, str] = {}
         self._zeros = set[Weight]()
+        self._fused = set[Weight]()
         self._rows = dict[Weight, slice]()
         self.spec, self.shapes = spec, shapes_of(spec) if shapes is None else dict(shapes)
         self._find()
@@ -83,9 +85,12 @@ class Checkpoint:
                 continue
             name = self._name(weight)
             if name is None and weight.expert is not None:
-                whole = Weight(fused[weight.part], weight.layer)
-                if (of_all := self._name(whole)) is not None:
+                whole = Weight(fused[weight.part], weight.layer, kind=weight.kind)
+                if whole not in self._places and (of_all := self._name(whole)) is not None:
                     self._place(whole, of_all, self._fused_shape(whole))
+                if whole in self._places:
+                    self._places[weight] = self._places[whole]
+                    self._fused.add(weight)
                     continue
             if name is None and weight.part == "embedding" and self.spec.head.tied:
                 name = self._name(Weight("head"))  # which is the embedding as well
@@ -117,8 +122,7 @@ class Checkpoint:
         assert whole.layer is not None
         experts = self.spec.layers[whole.layer].mlp
         assert isinstance(experts, Experts)
-        sizes = {"experts.gate_up": (2 * experts.width, self.spec.hidden)}
-        return experts.count, *sizes.get(whole.part, (self.spec.hidden, experts.width))
+        return self._called.fused_shape(whole, experts, self.spec.hidden)
 
     def _place(self, weight: Weight, name: str | None, shape: tuple[int, ...]) -> None:
         wanted = next(self._called.candidates(weight, self._prefix))
@@ -168,8 +172,12 @@ class Checkpoint:
         """A tensor as it is in the checkpoint; perhaps a view of a file, which is not to be written to."""
         if weight in self._zeros:
             return torch.zeros(self.shapes[weight])
-        found = self._source.read(self._places[weight])[self._rows.get(weight, slice(None))]
-        return found if (order := self._order(weight)) is None else found[order]
+        found = self._source.read(self._places[weight])
+        if weight in self._fused:
+            parts = next(parts for parts in FUSED.values() if weight.part in parts)
+            return self._parts(found[weight.expert], len(parts), weight.kind)[parts.index(weight.part)]
+        found = found[self._rows.get(weight, slice(None))]
+        return found if (order := self._order(weight)) is None else _ordered(weight, order, found)
 
     def blocks(self, weight: Weight) -> BlockTensor | None:
         """A weight in quantised blocks, as it is in the checkpoint; None where it is in none."""
@@ -181,22 +189,32 @@ class Checkpoint:
         rows = found.blocks[self._rows.get(weight, slice(None))]
         return replace(found, blocks=rows, order=None if order is None else order.numpy())
 
+    def _parts(self, own: torch.Tensor, count: int, kind: str) -> Sequence[torch.Tensor]:
+        """The matrices of one expert that are fused in this tensor, or their biases."""
+        if not self._called.interleaved:
+            return own.chunk(count)
+        rows = own if kind == "bias" else own.t()
+        return [rows[first::count] for first in range(count)]
+
     def _order(self, weight: Weight) -> torch.Tensor | None:
-        """Which rows of queries or keys stand where, so that values that turn together are half a head apart."""
-        if not self.names.neighbours or weight.part not in ("attention.q", "attention.k"):
+        """Which rows of queries or keys, or numbers of their norms, stand where, so that values that turn together are
+        half a head apart.
+        """
+        if not self.names.neighbours or weight.part.removesuffix("_norm") not in ("attention.q", "attention.k"):
             return None
         assert weight.layer is not None
         own = self.spec.layers[weight.layer].attention
         turning = own.rope.dim
-        rows = torch.arange(self.shapes[weight][0]).view(-1, own.head_dim)
+        rows = torch.arange(self.shapes[weight][-1 if _is_norm(weight) else 0]).view(-1, own.head_dim)
         return torch.cat((rows[:, 0:turning:2], rows[:, 1:turning:2], rows[:, turning:]), 1).flatten()
 
     def as_named(self, weight: Weight) -> Callable[[torch.Tensor], torch.Tensor]:
         """What makes of a tensor that was read the one that transformers has."""
+        if weight.part in FUSED and weight.expert is None and self.names.interleaved:
+            return partial(_interleaved, len(FUSED[weight.part]))
         if (order := self._order(weight)) is None:
             return _same
-        back = order.argsort()
-        return lambda found: found[back.to(found.device)]
+        return partial(_ordered, weight, order.argsort())
 
     def has(self, weight: Weight) -> bool:
         """Whether the decoder has such a tensor."""
@@ -207,13 +225,17 @@ class Checkpoint:
         mlp = self.spec.layers[layer].mlp
         return mlp.count if isinstance(mlp, Experts) else 0
 
-    def experts(self, layer: int, part: str) -> Iterator[Sequence[torch.Tensor]]:
-        """For each expert of a layer, the tensors to be stacked in ``part``: of gate and up, or of down."""
-        if (whole := Weight(part, layer)) in self._places:
-            yield from ((one,) for one in self.read(whole))
-            return
-        for expert in range(self.experts_in(layer)):
-            yield [self.read(Weight(own, layer, expert)) for own in FUSED[part]]
+    def experts(self, layer: int, part: str, kind: str = "weight") -> Iterator[Sequence[torch.Tensor]]:
+        """For each expert of a layer, the tensors to be stacked in ``part``: of gate and up, or of down.
+
+        ``kind``: ``bias`` for their biases; none where they have none.
+        """
+        parts = FUSED[part]
+        if (whole := Weight(part, layer, kind=kind)) in self._places:
+            yield from (self._parts(one, len(parts), kind) for one in self._source.read(self._places[whole]))
+        elif self.has(Weight(parts[0], layer, 0, kind)):
+            for expert in range(self.experts_in(layer)):
+                yield [self.read(Weight(own, layer, expert, kind)) for own in parts]
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
         """Drop the memory of tensors that were read, and copied."""
@@ -222,3 +244,19 @@ class Checkpoint:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _is_norm(weight: Weight) -> bool:
+    return weight.part.endswith("_norm")
+
+
+def _ordered(weight: Weight, order: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """A tensor's rows, or the numbers of each row of a norm, in another order."""
+    order = order.to(found.device)
+    return found[..., order] if _is_norm(weight) else found[order]
+
+
+def _interleaved(parts: int, every: torch.Tensor) -> torch.Tensor:
+    """What is fused of all experts [E, outputs, inputs], or their biases, as of :class:`Names.interleaved`."""
+    rows = every.reshape(len(every), parts, -1, *every.shape[2:]).transpose(1, 2).flatten(1, 2)
+    return rows.transpose(1, 2) if rows.ndim == 3 else rows

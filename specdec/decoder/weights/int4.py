@@ -125,6 +125,7 @@ class Int4Tensors(PackedTensors):
         zeros = self.read(f"{place}.qzeros", (groups, outputs // 8), torch.int32, asked_by=asked)
         floats = torch.float16, torch.bfloat16, torch.float32
         scales = self.read(f"{place}.scales", (groups, outputs), *floats, asked_by=asked)
+        self.check_finite(f"{place}.scales", scales)
         halves = scales.to(torch.float16)
         if not torch.equal(halves.float(), scales.float()):
             raise CheckpointError(

@@ -33,6 +33,12 @@ class PackedRows(BlockRows, Protocol):
     def dense(self, first: int, last: int) -> torch.Tensor:
         """[last - first, in] float32: what these rows stand for."""
 
+    def tensor(self) -> BlockTensor | None:
+        """As a product takes them; None where inputs are not whole blocks."""
+        if self.format is None:
+            return None
+        return BlockTensor(next(one for one in formats().values() if one.name == self.format), self)
+
 
 class PackedTensors:
     """A quantised checkpoint's tensors.
@@ -50,7 +56,6 @@ class PackedTensors:
 
     def __init__(self, where: str, files: Mapping[str, Any]) -> None:
         self.where, self.files, self.pages = where, files, FilePages()
-        self.left = {*files}
 
     def packed(self, name: str, shape: Sequence[int]) -> PackedRows | None:
         """A weight's blocks, or None where it is not quantised."""
@@ -68,6 +73,10 @@ class PackedTensors:
         """The kind of the quantised weights that were read, as text."""
         raise NotImplementedError
 
+    def left_out(self) -> str:
+        """What its config asks for that is not done, as the end of a text; empty where nothing is."""
+        return ""
+
     def read(self, name: str, shape: Sequence[int] | None, *dtypes: torch.dtype, asked_by: str = "") -> torch.Tensor:
         """A tensor as it is in its file; ``asked_by``: what asks for the shape, if that is not the model."""
         if (file := self.files.get(name)) is None:
@@ -77,8 +86,12 @@ class PackedTensors:
             raise self.misshapen(name, tensor, shape, asked_by)
         if dtypes and tensor.dtype not in dtypes:
             raise self.unfit(f"1 of another dtype, such as {name}, {str(tensor.dtype)[6:]}")
-        self.left.discard(name)
         return tensor
+
+    def check_finite(self, name: str, scales: torch.Tensor) -> None:
+        """Raises CheckpointError where a weight's scales are none."""
+        if not torch.isfinite(scales).all():
+            raise CheckpointError(f"{name!r} in {self.where} holds NaN or infinity; download the checkpoint anew")
 
     def misshapen(self, name: str, tensor: torch.Tensor, shape: Sequence[int], asked_by: str = "") -> CheckpointError:
         told = f"{list(tensor.shape)} in place of {list(shape)}{asked_by}"
@@ -86,9 +99,8 @@ class PackedTensors:
 
     def blocks(self, name: str, shape: Sequence[int]) -> BlockTensor | None:
         """A weight [out, in] in blocks; None where it is not quantised, or its inputs are not whole blocks."""
-        if (rows := self.packed(name, shape)) is None or rows.format is None:
-            return None
-        return BlockTensor(next(one for one in formats().values() if one.name == rows.format), rows)
+        rows = self.packed(name, shape)
+        return None if rows is None else rows.tensor()
 
     def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor as any other checkpoint would have it, in a dtype."""

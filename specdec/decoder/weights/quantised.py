@@ -1,4 +1,4 @@
-"""Quantised sources: GPTQ, AWQ and bitsandbytes checkpoints, whose weights are in blocks or as if they were dense."""
+"""Quantised sources: checkpoints of each method that is read, whose weights are in blocks or as if they were dense."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from specdec.decoder.weights.bitsandbytes import BitsAndBytesTensors
+from specdec.decoder.weights.compressed import CompressedTensors
+from specdec.decoder.weights.compressed_settings import CompressedSettings
 from specdec.decoder.weights.int4 import Int4Tensors
 from specdec.decoder.weights.int4_settings import Int4Settings
+from specdec.decoder.weights.mxfp4 import Mxfp4Tensors
 from specdec.decoder.weights.packed import PackedTensors
 from specdec.decoder.weights.safetensors import FLOATS, dtype_name, opened_tensors
 from specdec.runners.block_weight import BlockTensor
 
-__all__ = ["METHODS", "Method", "QuantisedSource", "method_of", "quantised_source"]
+__all__ = ["GPU_METHODS", "METHODS", "Method", "QuantisedSource", "method_of", "quantised_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +30,34 @@ class Method:
     Attributes:
         packages: with which transformers loads its checkpoints.
         marks: parts of names, one of which each quantised weight has a tensor of.
+        here: weights that are read here are never left to transformers, and on a CPU no others are: its modules round
+            rows as well, or dequantise.
     """
 
     packages: tuple[str, ...]
     marks: tuple[str, ...]
+    here: bool = False
 
     def transformers_loads(self) -> bool:
         """Whether these packages are here."""
         return all(find_spec(name) is not None for name in self.packages)
+
+    def leaves(self, device: Any) -> bool:
+        """Whether transformers is left what is not read here, to run on a device."""
+        on_cpu = torch.device("cpu" if device is None else device).type == "cpu"
+        return self.transformers_loads() and not (self.here and on_cpu)
 
 
 METHODS: Mapping[str, Method] = {
     "gptq": Method(("gptqmodel", "optimum"), (".qweight",)),
     "awq": Method(("gptqmodel",), (".qweight",)),
     "bitsandbytes": Method(("bitsandbytes",), (".quant_state.", ".SCB")),
+    "compressed-tensors": Method(("compressed_tensors",), (".weight_packed", ".weight_scale"), here=True),
+    "mxfp4": Method((), ("_blocks",), here=True),
 }
 """Those that are read here, by their names in configs."""
+GPU_METHODS = ("torchao", "hqq")
+"""Others, whose modules transformers may load: on a CPU they are refused, as nothing of theirs was tried there."""
 
 
 def method_of(told: Any) -> str | None:
@@ -67,13 +82,16 @@ def quantised_source(folder: Path, told: Any, architecture: str, *, int8: bool =
         CheckpointError: weights of another number of bits, or in another layout; or files that are missing or broken.
         ConfigError: blocks of no integers, whose rows cannot be rounded.
     """
-    where, settings = repr(str(folder)), Int4Settings.of(told, repr(str(folder)))
-    files = opened_tensors(folder)
+    where, method = repr(str(folder)), method_of(told)
     tensors: PackedTensors
-    if settings is None:
-        tensors = BitsAndBytesTensors(where, files, int8)
+    if method == "compressed-tensors":
+        tensors = CompressedTensors(CompressedSettings.of(told, where), where, opened_tensors(folder))
+    elif method == "mxfp4":
+        tensors = Mxfp4Tensors(where, opened_tensors(folder))
+    elif (settings := Int4Settings.of(told, where)) is not None:
+        tensors = Int4Tensors(settings, where, opened_tensors(folder))
     else:
-        tensors = Int4Tensors(settings, where, files)
+        tensors = BitsAndBytesTensors(where, opened_tensors(folder), int8)
     tensors.architecture = architecture
     return QuantisedSource(tensors)
 
@@ -102,6 +120,10 @@ class QuantisedSource:
     def described(self) -> str:
         """The kind of the quantised weights that were read, as text."""
         return self._tensors.described()
+
+    def left_out(self) -> str:
+        """What its config asks for that is not done, as the end of a text; empty where nothing is."""
+        return self._tensors.left_out()
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.quantised:

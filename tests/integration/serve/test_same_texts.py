@@ -17,7 +17,7 @@ from specdec.serve.processors import Penalties, bias_of
 from tests.integration.serve.test_client import SCHEMA
 from tests.serving import Running
 
-COUNT = 80
+COUNT = 50
 PROMPTS = ("def add(a, b):\n", "import os\n", "x = 1\n" * 9, "class A:\n    def __init__(self", "for i in range(")
 
 

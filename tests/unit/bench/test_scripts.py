@@ -28,7 +28,8 @@ from specdec.bench.oracle import OraclePoint
 from specdec.bench.shapes import random_model, weight_bytes
 from specdec.drafting.registry import drafter_names
 from specdec.engine.questions import read_questions
-from specdec.models.described_target import DescribedTarget
+from specdec.execute.native import NativeExecutor
+from specdec.execute.torch import TorchExecutor
 from specdec.native import library as native
 from specdec.runners import cuts
 from tests.gguf_files import new_llama, write_gguf
@@ -191,15 +192,16 @@ def test_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_gpu_check_sees_rows_that_depend_on_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, forward = load("gpu_check"), DescribedTarget.forward
+    script, kind = load("gpu_check"), NativeExecutor if native.library() else TorchExecutor
+    run = kind.run
 
-    def leaning(target: DescribedTarget, step: Any) -> Any:
-        output = forward(target, step)
+    def leaning(executor: Any, step: Any) -> Any:
+        output = run(executor, step)
         if output.logits is not None and step.rows > 3:
             output.logits[-1] *= 1 + 1e-6
         return output
 
-    monkeypatch.setattr(DescribedTarget, "forward", leaning)
+    monkeypatch.setattr(kind, "run", leaning)
     script.main([*QUICK, "--out", str(tmp_path / "check"), "--only=bits"])
     kept = kept_in(tmp_path / "check")
     assert kept["bits", "toy, float32, chain of 5 rows"]["differing"] == 1
@@ -402,14 +404,14 @@ def test_the_table_of_shares_keeps_the_rows_of_other_machines() -> None:
     script = load("shares_table")
     begin, end = script.MARKS
     page = f"before\n{begin}| processor |\n|---|\n{end}\nbehind\n"
-    numbers = ["10", "90", "1", "2", "3", "4", "5"]
+    numbers = ["10", "90", "1", "2", "3", "4", "5", "6"]
     for row in (["A", "x", "m", *numbers], ["B", "x", "m", *numbers], ["A", "x", "m", "11", *numbers[1:]]):
         page = script.merged(page, [row])
     before, titles, _, *rows, behind = page.replace(begin, "").replace(f"{end}\n", "").splitlines()
     assert (before, behind, len(rows)) == ("before", "behind", 2)
     assert rows[0].startswith("| A | x | m | 11 | 90 |")
     assert rows[1].startswith("| B | x | m | 10 | 90 |")
-    assert titles.count("|") == rows[0].count("|") == 11
+    assert titles.count("|") == rows[0].count("|") == 12
 
 
 def test_shares_are_of_the_library_s_call() -> None:

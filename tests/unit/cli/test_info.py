@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return TIMES
 
     monkeypatch.setattr("specdec.engine.load.load", load)
-    monkeypatch.setitem(sys.modules, "specdec.models.transformers_target", SimpleNamespace(time_runners=time_runners))
+    monkeypatch.setattr("specdec.cli.info.time_runners", time_runners)
     monkeypatch.setattr("specdec.engine.load.torch.set_num_threads", lambda threads: calls.append(threads))
     return calls
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.kangaroo.drafter import KangarooSession
+from drafters.kangaroo.session import KangarooSession
 from specdec import Context, Draft, DraftSession, Engine, Observation, SamplingParams
 from specdec.costs.fallback import Fallback
 from specdec.costs.live_curve import LiveCosts

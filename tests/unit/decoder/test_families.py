@@ -39,15 +39,16 @@ def tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     for number, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, Experts):
             for fused, parts in FUSED.items():
-                each = [shapes[Weight(part, number, 0)] for part in parts]
-                whole = (layer.mlp.count, sum(outputs for outputs, _ in each), each[0][1])
-                found[names.own(Weight(fused, number))] = whole
+                assert all(Weight(part, number, layer.mlp.count - 1) in shapes for part in parts)
+                for every in (Weight(fused, number, kind=kind) for kind in ("weight", "bias")[: 1 + layer.mlp.bias]):
+                    found[names.own(every)] = names.fused_shape(every, layer.mlp, spec.hidden)
     return found
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_key_that_a_class_declares_is_read(model_type: str) -> None:
-    config = AutoConfig.for_model(model_type)
+    attends = {"layer_types": ["full_attention"] * 32} if model_type == "granitemoehybrid" else {}  # not by default
+    config = AutoConfig.for_model(model_type, **attends)
     settings = Settings.of(config)
     spec_of(model_type, settings)
     assert not settings.unread.keys() & {name for name in vars(config) if not name.startswith("_")}
@@ -94,6 +95,7 @@ def test_layers_that_are_alike_are_one_object() -> None:
         ("olmoe", {"clip_qkv": 4.0}, "says clip_qkv 4.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "says use_bidirectional_attention True"),
         ("llama", {"is_encoder_decoder": True}, "says is_encoder_decoder True"),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "has layers of the type 'linear_attention'"),
         ("lfm2", {"layer_types": ["conv"] * 3}, "has no layer of the type full_attention"),
         (
             "llama",
@@ -153,6 +155,14 @@ def test_layer_types_fit_the_layers() -> None:
 def test_more_experts_than_there_are() -> None:
     with pytest.raises(CheckpointError, match="num_experts_per_tok 9, and has 4 experts"):
         spec_of_config(config_of("mixtral", num_experts_per_tok=9))
+
+
+def test_layers_that_choose_more_experts_than_others() -> None:
+    spec = spec_of_config(config_of("hunyuan_v1_moe", moe_topk=[1, 3, 1]))
+    assert [layer.mlp.chosen for layer in spec.layers if isinstance(layer.mlp, Experts)] == [1, 3, 1]
+    for moe_topk, says in ([1, 7, 1], "says moe_topk 7, and has 6 experts"), ([1], "has 3 layers and says moe_topk"):
+        with pytest.raises(CheckpointError, match=says):
+            spec_of_config(config_of("hunyuan_v1_moe", moe_topk=moe_topk))
 
 
 def test_a_description_needs_no_torch() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from specdec.decoder.spec import DecoderSpec, Experts, Gated, Llama3, Yarn
+from specdec.decoder.rope_scaling import Llama3, Yarn
+from specdec.decoder.spec import Clamp, DecoderSpec, Experts, Gated, Growth, Rope
 from tests.decoders import spec_of_config
 
 COMMON: dict[str, Any] = {
@@ -96,6 +97,72 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             **{"sliding_window": 512, "sliding_window_pattern": 6, "cache_implementation": "hybrid"},
         },
     ),
+    "gpt-oss 20B": (
+        "gpt_oss",
+        {
+            **sizes(2880, 2880, 24, 64, 8, 201088, 131072),
+            **{"attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu"},
+            **{"initial_context_length": 4096, "num_experts_per_tok": 4, "num_local_experts": 32, "rms_norm_eps": 1e-5},
+            **{"rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
+            "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+            "rope_scaling": {
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+                **{"rope_type": "yarn", "truncate": False},
+            },
+        },
+    ),
+    "Granite 4.0 micro": (
+        "granitemoehybrid",
+        {
+            **sizes(2560, 8192, 40, 40, 8, 100352, 131072),
+            **{"attention_bias": False, "attention_multiplier": 0.015625, "embedding_multiplier": 12},
+            **{"hidden_act": "silu", "init_method": "mup", "layer_types": ["attention"] * 40, "logits_scaling": 10},
+            **{"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64},
+            **{"mamba_d_state": 256, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 80},
+            **{"normalization_function": "rmsnorm", "num_experts_per_tok": 0, "num_local_experts": 0},
+            **{"position_embedding_type": "rope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-5},
+            **{"rope_scaling": None, "rope_theta": 10000000, "shared_intermediate_size": 8192},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Ministral 3 8B": (
+        "ministral3",
+        {
+            **sizes(4096, 14336, 34, 32, 8, 131072, 262144),
+            **{"head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5, "sliding_window": None},
+            "rope_parameters": {
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0},
+                **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0},
+                **{"rope_type": "yarn", "type": "yarn"},
+            },
+        },
+    ),
+    "Hunyuan 7B": (
+        "hunyuan_v1_dense",
+        {
+            **sizes(4096, 14336, 32, 32, 8, 128167, 32768),
+            **{"attention_bias": False, "eod_token_id": 127967, "head_dim": 128, "hidden_act": "silu"},
+            **{"norm_type": "rms", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "use_qk_norm": True},
+            "rope_scaling": {
+                **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
+                **{"mscale_all_dim": 1.0, "type": "dynamic"},
+            },
+        },
+    ),
+    "Hunyuan A13B": (
+        "hunyuan_v1_moe",
+        {
+            **sizes(4096, 3072, 32, 32, 8, 128167, 32768),
+            **{"attention_bias": False, "eod_token_id": 127967, "head_dim": 128, "hidden_act": "silu"},
+            **{"moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "n_group": False, "norm_topk_prob": True},
+            **{"norm_type": "rms", "num_experts": 64, "num_shared_expert": [1] * 32, "rms_norm_eps": 1e-5},
+            **{"rope_theta": 10000.0, "routed_scaling_factor": False, "use_qk_norm": True},
+            "rope_scaling": {
+                **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
+                **{"mscale_all_dim": 1.0, "type": "dynamic"},
+            },
+        },
+    ),
     "Mixtral 8x7B": (
         "mixtral",
         {
@@ -143,6 +210,13 @@ def test_what_counts_of_them_is_read() -> None:
     assert [rope.base for rope in gemma3.ropes] == [1e4, 1e6]
     assert read("Gemma 2 27B").layers[1].attention.scale == 144**-0.5
     assert read("Gemma 2B").layers[0].mlp == Gated("gelu_tanh", 16384)
+    gpt_oss, granite = read("gpt-oss 20B").layers, read("Granite 4.0 micro")
+    assert gpt_oss[0].mlp == Experts("silu", 2880, 32, 4, True, bias=True, clamp=Clamp(1.702, 7.0))
+    assert [layer.attention.window for layer in gpt_oss[:2]] == [128, None]
+    assert (granite.layers[0].mlp, granite.layers[0].scale) == (Gated("silu", 8192), 0.22)
+    assert read("Ministral 3 8B").layers[0].attention.growth == Growth(0.1, 16384)
+    assert read("Hunyuan 7B").layers[0].attention.rope == Rope(128, 1e4 * 1000.0 ** (128 / 126))
+    assert read("Hunyuan A13B").layers[0].mlp == Experts("silu", 3072, 64, 8, True, shared=3072)
     assert read("Mixtral 8x7B").layers[0].mlp == Experts("silu", 14336, 8, 2, True)
     assert read("OLMoE 1B 7B").layers[0].mlp == Experts("silu", 1024, 64, 8, False)
     assert read("Qwen3 30B A3B").layers[0].mlp == Experts("silu", 768, 128, 8, True)

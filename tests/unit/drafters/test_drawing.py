@@ -14,7 +14,6 @@ import torch
 from drafters.heads import growing
 from drafters.heads.drawing import drawn, planned
 from drafters.heads.growing import Behind, GrowingSession
-from drafters.heads.growth import Growth
 from drafters.shared.ranks import Ranks
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec import Draft, SamplingParams
@@ -39,7 +38,7 @@ class Tabled(GrowingSession):
     def _begin(self, deepest: int) -> Passes[None]:
         yield from ()
 
-    def _behind(self, grown: Growth, level: Sequence[int]) -> Passes[Behind]:
+    def _behind(self, grown: Any, level: Sequence[int], tokens: Sequence[int]) -> Passes[Behind]:
         yield from ()
         paths = [tuple(grown.path(node)) for node in level]
         rows = torch.stack([self._table[path] for path in paths])

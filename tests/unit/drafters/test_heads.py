@@ -110,13 +110,12 @@ def test_confidence_is_the_chance_that_the_policy_is_told(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dflash2"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash2"])
 def test_drawn_drafts_keep_the_joint_distribution(kind: str, tmp_path: Path) -> None:
     """Confident heads, far from the target; what they draw is accepted and rejected by its q. See test_unread.py."""
     target, model = five_token_target()
     made: dict[str, Any] = {
         "eagle3": lambda: heads.eagle3(8, 5, draft=4),
-        "dflash": lambda: heads.dflash(8, 5),
         "dflash2": lambda: heads.dflash(8, 5, kind="dflash2", selector_top_k=3),
     }
     name = "eagle" if "eagle" in kind else "dflash"

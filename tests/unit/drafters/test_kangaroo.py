@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters.kangaroo.adapter import VARIANTS, Adapter, AdapterConfig, fitting_heads
-from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
-from drafters.kangaroo.drafter import Kangaroo, KangarooConfig, KangarooSession
+from drafters.kangaroo.adapter_step import AdapterStep
+from drafters.kangaroo.drafter import Kangaroo, KangarooConfig
+from drafters.kangaroo.session import KangarooSession
 from drafters.shared.fingerprint import fingerprint
+from drafters.shared.own_cache import Nodes
 from specdec import Engine, SamplingParams
 from specdec.costs.curve import CostCurve
 from specdec.drafter import Context, DrafterBase, Observation
@@ -25,6 +27,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.native.library import library
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
+from specdec.step.cache import KVCache
 from specdec.step.tree import Draft
 from tests import seam
 from tests.fakes import Spy
@@ -103,15 +106,15 @@ def test_a_guess_behind_a_sibling_sees_its_own_path(variant: str, dtype: torch.d
     step = AdapterStep(adapter, head)
     parents = [-1, 0, 0, 1, 2, 2, 4]
     texts = [torch.randn(1, 5 + len(parents), 64, dtype=dtype) for _ in range(2)]
-    caches = [AdapterCache(step, 12, len(parents)) for _ in texts]
+    caches = [step.new_cache(12, len(parents)) for _ in texts]
     for text, cache in zip(texts, caches, strict=True):
         guess_on(step, text[0, :5], cache)
     for first, last in pairwise((0, 1, 3, 6, 7)):
         found = step.guess(
             [
                 Nodes(
-                    text[0, 5 + first : 5 + last],
                     seam.Text(cache).rows(range(first, last), parents[:last], first=first),
+                    text[0, 5 + first : 5 + last],
                 )
                 for text, cache in zip(texts, caches, strict=True)
             ]
@@ -134,10 +137,10 @@ def test_a_whole_layer_in_one_native_call(key_heads: int) -> None:
     check_steps(adapter)
 
 
-def guess_on(step: AdapterStep, features: torch.Tensor, cache: AdapterCache) -> torch.Tensor:
+def guess_on(step: AdapterStep, features: torch.Tensor, cache: KVCache) -> torch.Tensor:
     """[1, d] of what follows ``features`` [T, D], the next positions of a text."""
     rows = range(len(features))
-    (found,) = step.guess([Nodes(features, seam.Text(cache).rows(rows))])
+    (found,) = step.guess([Nodes(seam.Text(cache).rows(rows), features)])
     cache.commit(rows)
     return found
 
@@ -148,7 +151,7 @@ def check_steps(adapter: Adapter) -> None:
     head = torch.nn.Linear(size, 32, dtype=dtype).requires_grad_(False)
     whole = adapter(features, torch.arange(11)[None], head)
     step = AdapterStep(adapter, head)
-    cache = AdapterCache(step, 11)
+    cache = step.new_cache(11)
     if variant != "mlp":
         step.absorb(features[0, :4], cache)
     found = torch.cat([guess_on(step, features[0, first:last], cache) for first, last in pairwise((4, 5, 8, 9, 11))])
@@ -362,7 +365,7 @@ def check_cache(session: KangarooSession, target: TransformersTarget, tokens: li
     """The session's adapter cache against one computed afresh from the text."""
     with target.active():
         states = seam.text(target, capacity=len(tokens), rows=len(tokens)).run(tokens, taps={LAYER}).hidden[LAYER]
-    fresh = AdapterCache(session._adapter, len(tokens))
+    fresh = session._adapter.new_cache(len(tokens))
     session._adapter.absorb(states, fresh)
     cache = session._own.cache
     for found, expected in ((cache.keys, fresh.keys), (cache.values, fresh.values)):

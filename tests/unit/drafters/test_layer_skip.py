@@ -7,20 +7,17 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from drafters.layer_skip import drafter as drafting
 from drafters.layer_skip.forward import Skip
-from drafters.layer_skip.search import Choice, best_skip, choices, effects, gain, least_change, share_of
-from drafters.layer_skip.times import Times, assumed, layer_weights, measure, times_of
+from drafters.layer_skip.search import Choice, best_skip, choices, effects, gain, layer_weights, least_change, share_of
 from specdec import Engine, SamplingParams
 from specdec.costs.curve import roofline
 from specdec.drafting.registry import make_drafter
-from specdec.errors import CheckpointError, ConfigError, SpecdecWarning
+from specdec.errors import CheckpointError, ConfigError
 from specdec.models.transformers_target import TransformersTarget
 from specdec.native import library as native
 from specdec.step.step_io import NOTHING, Entering, LayerPlan, Part, StepInput
@@ -176,7 +173,7 @@ def test_the_parts_that_change_least_are_found(saved: float) -> None:
         for (change, attention, mlp), (whole, attends, rest) in zip(changes, times, strict=True)
     ]
     total = sum(whole for whole, _, _ in times)
-    enough = [own for own in product(*layers) if total - sum(one.time for one in own) >= saved * total - 1e-9]
+    enough = [own for own in product(*layers) if total - sum(one.weights for one in own) >= saved * total - 1e-9]
     best = min(enough, key=lambda own: sum(one.change for one in own))
     assert least_change(layers, saved) == [*best]
 
@@ -195,19 +192,11 @@ def test_parts_that_do_nothing_are_left_out() -> None:
     assert [one.attention for one in found][1] == pytest.approx(0, abs=1e-6)
     assert [one.mlp for one in found][2] == pytest.approx(0, abs=1e-6)
     assert all(one.layer > 0.01 for one in found)
-    assert best_skip(target, PROMPT, 4, assumed(target)) == Skip.of((), attention=[1], mlp=[2])
+    assert best_skip(target, PROMPT, 4) == Skip.of((), attention=[1], mlp=[2])
     out = Engine(target, None, {"name": "layer_skip", "branch": 1, "min_chance": 0.0}).generate(PROMPT, 25)
     assert out.stats.acceptance_lengths == [5] * 5  # such a draft is the model itself
     whole = silent("1.self_attn.o_proj", "1.mlp.down_proj")
-    assert best_skip(whole, PROMPT, 4, assumed(whole)) == Skip.of([1])
-
-
-def test_measured_times_decide() -> None:
-    """Parts that take as long alone as their layers are not run alone, however little they change."""
-    target = silent("1.self_attn.o_proj", "2.mlp.down_proj")
-    dear = Times(layers=9.0, head=1.0, attention=9.0, mlp=9.0)
-    skip = best_skip(target, PROMPT, 4, dear)
-    assert skip.attention == skip.mlp
+    assert best_skip(whole, PROMPT, 4) == Skip.of([1])
 
 
 def test_a_larger_share_has_to_be_worth_it() -> None:
@@ -226,83 +215,32 @@ def test_a_choice_is_kept_for_later_texts_but_where_the_text_depends_on_it() -> 
     first = engine.generate(PROMPT, 12, sampled).token_ids
     assert drafter.chosen is None
     assert engine.generate(PROMPT, 12).token_ids == greedy("llama", PROMPT, 12)
-    assert drafter.chosen == best_skip(target, PROMPT, 4, assumed(target))
+    assert drafter.chosen == best_skip(target, PROMPT, 4)
     drafter.chosen = Skip.of([0, 1])  # as another text may have had it
     assert engine.generate(PROMPT, 12, sampled).token_ids == first
 
 
-def test_times_are_measured_once_where_the_curve_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They are kept for the next process, and where costs are made up nothing is timed."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target, asked = target_of("llama"), list[Times]()
-
-    def timed_once(target: Any) -> Times:
-        asked.append(times_of(target))
-        return asked[-1]
-
-    monkeypatch.setattr(drafting, "times_of", timed_once)
-    Engine(target, None, "layer_skip", costs=roofline("cpu")).generate(PROMPT, 4)
-    assert not asked
-    timed = replace(roofline("cpu"), machine={"model": "timed"})
-    for _ in range(2):  # the second engine stands for another process
-        engine = Engine(target, None, "layer_skip", costs=timed)
-        for acceptance in ("auto", "reject"):
-            engine.generate(PROMPT, 4, SamplingParams(temperature=1.0, seed=1, acceptance=acceptance))
-    assert len(asked) == 2
-    assert asked[0] == asked[1]
-    (kept,) = (tmp_path / "specdec" / "cost").glob("*.json")
-    kept.write_text("{}")
-    with pytest.warns(SpecdecWarning, match="measuring anew"):
-        times_of(target)
-
-
-def test_the_times_of_parts_are_told_apart() -> None:
-    """By a clock that moves as far as there is to read: per part of all layers, and for the head."""
-    target: Any = target_of("llama")
-    now = [0.0]
-    runs = {Part.ATTENTION: 2.0, Part.MLP: 5.0}
-
-    def forward(step: StepInput) -> Any:
-        now[0] += runs[step.plan.parts[0]] if step.plan.parts else 6.0
-        return target.forward(step)
-
-    class Timed:
-        def __init__(self, inner: Any, seconds: float) -> None:
-            self._inner, self._seconds = inner, seconds
-
-        def __call__(self, *given: Any, **options: Any) -> Any:
-            now[0] += self._seconds
-            return self._inner(*given, **options)
-
-    watched: Any = SimpleNamespace(
-        active=target.active, new_cache=target.new_cache, context_length=99, num_layers=3, device=target.device,
-        backend=target.backend, embed=target.embed, norm=target.norm, head=Timed(target.head, 1.0),
-        forward=forward,
-    )  # fmt: skip
-    assert measure(watched, clock=lambda: now[0]) == Times(layers=6.0, head=1.0, attention=2.0, mlp=5.0)
-
-
-def test_times_without_a_clock_are_weights() -> None:
+def test_weights_stand_for_times() -> None:
     target, model = target_of("llama"), model_of("llama")
-    attention, others = layer_weights(target)
-    for number, layer in enumerate(model.model.layers):
-        assert attention[number] == sum(weight.numel() for weight in layer.self_attn.parameters())
-        assert attention[number] + others[number] == sum(weight.numel() for weight in layer.parameters())
-    times = assumed(target)
-    assert (times.attention, times.mlp, times.layers) == (sum(attention), sum(others), sum(attention) + sum(others))
+    for (attention, others), layer in zip(layer_weights(target), model.model.layers, strict=True):
+        assert attention == sum(weight.numel() for weight in layer.self_attn.parameters())
+        assert attention + others == sum(weight.numel() for weight in layer.parameters())
 
 
 @pytest.mark.parametrize("execution", ["fused", pytest.param("native", marks=needs_compiler)])
 def test_a_pass_costs_what_runs(execution: str) -> None:
     target = packed() if execution == "native" else target_of("llama")
     assert target.layer_weights == sum(map(sum, layer_weights(target)))
-    times = Times(layers=30.0, head=10.0, attention=12.0, mlp=21.0)
-    assert share_of(target, Skip(), times) == pytest.approx(1)
-    assert share_of(target, Skip.of([0]), times) == pytest.approx(30 / 40)
-    assert share_of(target, Skip.of((), mlp=[0]), times) == pytest.approx((10 + 20 + 4) / 40)
-    assert share_of(target, Skip.of([1], attention=[0]), times) == pytest.approx((10 + 10 + 7) / 40)
-    found = choices(effects(target, PROMPT)[0], times, layer_weights(target))
-    assert all(len(own) == 4 for own in found)
+    each = layer_weights(target)
+    (attention, mlp), *_ = each
+    head = target.vocab_size * target.hidden_size
+    whole = sum(map(sum, each)) + head
+    assert share_of(target, Skip()) == pytest.approx(1)
+    assert share_of(target, Skip.of([0])) == pytest.approx(1 - (attention + mlp) / whole)
+    assert share_of(target, Skip.of((), mlp=[0])) == pytest.approx(1 - mlp / whole)
+    assert share_of(target, Skip.of([1], attention=[0])) == pytest.approx(1 - (sum(each[1]) + attention) / whole)
+    found = choices(effects(target, PROMPT)[0], each)
+    assert all(len(own) == 4 and own[2].weights + own[3].weights == own[0].weights for own in found)
 
 
 @pytest.mark.parametrize(

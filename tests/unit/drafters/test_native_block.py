@@ -11,20 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.heads.block_step import Blank, BlockStep, Sequel
+from drafters.heads.block_step import BlockStep
 from drafters.heads.config import BlockConfig
+from drafters.heads.head_step import Guess
 from drafters.heads.loading import load_head
 from drafters.heads.native_block import NativeBlock
 from drafters.heads.weights import FORMAT
 from drafters.heads.weights import Block as BlockWeights
+from drafters.shared.own_cache import Nodes
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec import Engine, SamplingParams
 from specdec.drafting.registry import make_drafter
 from specdec.native import library as native
 from tests import heads, seam
 from tests.models import VOCAB, prompt_of
+from tests.other_instructions import level
 from tests.unit.drafters.test_native_chain import SIZE, _wide_heads, target_of
-from tests.unit.native.test_blocks import level
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 __all__ = ["_wide_heads", "level"]
@@ -95,25 +97,25 @@ class Text:
             self.step.absorb(self.own.rows(range(rows)), self.next(rows))
             self.own.commit(range(rows))
 
-    def blank(self, rows: int) -> Blank:
-        return Blank(self.own.rows([0] * rows + self.step.tokens(3 + rows)), self.next(rows))
+    def blank(self, rows: int) -> Nodes:
+        return Nodes(self.own.rows([0] * rows + self.step.tokens(3 + rows)), self.next(rows))
 
     def stored(self) -> list[torch.Tensor]:
         """Keys and values of the text, of all layers."""
         return [part.clone() for part in self.own.stored()]
 
 
-def told(sequels: list[Sequel]) -> list[torch.Tensor]:
-    return [part for sequel in sequels for part in (sequel.hidden, sequel.logits)]
+def told(guesses: list[Guess]) -> list[torch.Tensor]:
+    return [part for guess in guesses for part in (guess.states, guess.logits)]
 
 
 def passes(step: BlockStep, chunks: tuple[int, ...] = (7, 4)) -> list[torch.Tensor]:
     """Of two sequences: blocks at the text's beginning, behind a prompt, and behind rows that were accepted."""
     texts = [Text(step, seed) for seed in range(2)]
-    found = told(step.run([texts[0].blank(2)]))
+    found = told(step.guess([texts[0].blank(2)]))
     texts[0].absorb(*chunks)
     for sizes in ((1, 2), (3, 1)):
-        found += told(step.run([text.blank(size) for text, size in zip(texts, sizes, strict=True)]))
+        found += told(step.guess([text.blank(size) for text, size in zip(texts, sizes, strict=True)]))
         for text, size in zip(texts, sizes, strict=True):
             text.own.commit(range(size))
     return found + [part for text in texts for part in text.stored()]
@@ -153,11 +155,11 @@ def alike(step: BlockStep) -> None:
     together = [Text(step, seed) for seed in range(3)]
     for text, rows in zip(together, (9, 0, 20), strict=True):
         text.absorb(*[rows] * (rows > 0))
-    found = step.run([text.blank(rows) for text, rows in zip(together, (1, 4, 2), strict=True)])
+    found = step.guess([text.blank(rows) for text, rows in zip(together, (1, 4, 2), strict=True)])
     for place, (before, rows) in enumerate(((9, 1), (0, 4), (20, 2))):
         alone = Text(step, place)
         alone.absorb(*[before] * (before > 0))
-        assert all(map(torch.equal, told(step.run([alone.blank(rows)])), told([found[place]])))
+        assert all(map(torch.equal, told(step.guess([alone.blank(rows)])), told([found[place]])))
 
 
 @pytest.mark.few(1)

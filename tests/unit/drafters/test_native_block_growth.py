@@ -14,11 +14,11 @@ from specdec.drafting.registry import make_drafter
 from specdec.native import library as native
 from tests import heads
 from tests.models import prompt_of
+from tests.other_instructions import level
 from tests.unit.drafters import test_native_growth as growth
 from tests.unit.drafters.test_native_block import KINDS, made
 from tests.unit.drafters.test_native_chain import _wide_heads, target_of
 from tests.unit.drafters.test_native_growth import ALWAYS, PAYING, SAMPLINGS, _cheap, alike, compare
-from tests.unit.native.test_blocks import level
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 __all__ = ["_cheap", "_wide_heads", "level"]

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.heads.chain_step import ChainStep, Guess, Nodes
+from drafters.heads.chain_step import ChainStep
 from drafters.heads.config import ChainConfig
+from drafters.heads.head_step import Guess
 from drafters.heads.loading import load_head
 from drafters.heads.native_chain import NativeChain
 from drafters.heads.weights import FORMAT, Chain
+from drafters.shared.own_cache import Nodes
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec import Engine, SamplingParams
 from specdec.drafting.registry import make_drafter

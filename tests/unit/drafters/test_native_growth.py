@@ -26,8 +26,8 @@ from specdec.step.forward_passes import run_all
 from specdec.step.tree import Draft
 from tests import heads
 from tests.models import VOCAB, new_model, prompt_of, target_for
+from tests.other_instructions import level
 from tests.unit.drafters.test_native_chain import KINDS, SIZE, _wide_heads, target_of
-from tests.unit.native.test_blocks import level
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 __all__ = ["_wide_heads", "level"]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.heads.block_step import Blank, BlockStep
+from drafters.heads.block_step import BlockStep
 from drafters.heads.loading import load_head
+from drafters.shared.own_cache import Nodes
 from drafters.shared.vocabulary import DraftVocabulary
 from specdec import Target, TransformersTarget
 from tests import heads, seam
@@ -47,13 +48,13 @@ def passes(step: BlockStep) -> list[torch.Tensor]:
     texts = [seam.beside(step.specs, capacity=60, rows=30) for _ in range(2)]
     generator, found = torch.Generator().manual_seed(3), list[torch.Tensor]()
     for sizes in ((3, 1), (1,), (2, 4), (1, step.config.block_size), (step.config.block_size + 1,)):
-        brought = list[Blank]()
+        brought = list[Nodes]()
         for number, (size, own) in enumerate(zip(sizes, texts, strict=False)):
             tokens = [0] * size + step.tokens(5 + number)
             features = torch.randn(size, 2 * SIZE, generator=generator, dtype=DTYPE)
-            brought.append(Blank(own.rows(tokens), features))
-        for sequel in step.run(brought):
-            found += [sequel.hidden, sequel.logits]
+            brought.append(Nodes(own.rows(tokens), features))
+        for guess in step.guess(brought):
+            found += [guess.states, guess.logits]
         for size, own in zip(sizes, texts, strict=False):
             own.commit(range(size))
     return [*found, *(texts[0].stored()[layer][0] for layer in (0, len(step.specs)))]

@@ -210,7 +210,7 @@ def test_guesses_of_before_say_how_many_rows_there_are(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle1", "peagle", "dspark"])
+@pytest.mark.parametrize("kind", ["peagle", "dspark"])
 def test_drawn_drafts_keep_the_joint_distribution(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees whose shape was settled, of confident heads that are far from the target; see test_heads.py, too."""
     target, model = five_token_target()

@@ -62,6 +62,14 @@ REFUSED = {
     "starcoder2": "layers.0.mlp is Plain",
     "mellum": "layers.0.mlp is Experts",
     "glm4_moe": "layers.0.mixer.rope.dim is 8",
+    "granitemoe": "layers.0.mlp is Experts",
+    "granitemoeshared": "layers.0.mlp is Experts",
+    "granitemoehybrid": "layers.0.scale is 0.7",
+    "gpt_oss": "layers.0.mixer.sinks is True",
+    "ministral3": "layers.0.mixer.growth is Growth",
+    "qwen2_moe": "layers.0.mlp is Experts",
+    "hunyuan_v1_dense": "layers.0.mixer.norms_after is True",
+    "hunyuan_v1_moe": "layers.0.mixer.norms_after is True",
 }
 
 

@@ -11,7 +11,8 @@ import torch
 
 from specdec import Draft
 from specdec.decoder.spec import Norm, Plain, Rope
-from specdec.execute.native import NativeExecutor, why_not
+from specdec.execute.native import NativeExecutor
+from specdec.execute.native_layers import why_not
 from specdec.native.library import library
 from specdec.step.step_io import Draws, Entering, LayerPlan, Part, Wanted
 from specdec.target import FINAL

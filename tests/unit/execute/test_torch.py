@@ -78,6 +78,17 @@ def test_scaled_positions_are_those_of_transformers(rope: str, family: str) -> N
         close(seam.text(target, rows=64).run(text).logits, reference_logits(model, text))
 
 
+def test_sinks_take_their_share_of_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of long prompts and wide trees: a prefix that all rows see, and a masked tail."""
+    monkeypatch.setattr("specdec.runners.attention.SPLIT_FROM", 0)
+    model = new_model("gpt_oss")
+    target, chain = Decoder(checkpoint_of(model)), models.prompt_of(17)
+    with target.active():
+        own = seam.text(target).fill(PROMPT, 4)
+        close(own.run(chain).logits, reference_logits(model, [*PROMPT, *chain])[len(PROMPT) :])
+        close(own.run(TREE).logits, expected_tree(model, PROMPT))
+
+
 @pytest.mark.parametrize("family", ALL)
 def test_weights_are_named_as_transformers_names_them(family: str, tmp_path: Path) -> None:
     """By which fingerprints of trained heads are made."""

@@ -62,7 +62,11 @@ def test_what_the_library_does_not_run_is_refused(tmp_path: Path) -> None:
         TransformersTarget.from_pretrained(tmp_path, execution="native")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+_MIXTURES = ("mixtral", "exaone_moe", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "qwen2_moe")
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", ["llama", "gemma3", *_MIXTURES])
 def test_a_live_model_is_copied(family: str) -> None:
     """And later changes of it are not followed."""
     model = models.new_model(family)

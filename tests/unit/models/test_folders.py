@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from specdec import Engine
 from specdec.errors import CheckpointError
 from specdec.models.live_model import load_model
 from specdec.models.loading import embedded_model
 from specdec.models.tokenizer import load_tokenizer
+from tests.packed_checkpoints import edit
 
 
 def load(folder: Path) -> Any:
@@ -36,12 +36,40 @@ def test_files_that_git_lfs_did_not_fetch(name: str, folder: Path) -> None:
         Engine.from_pretrained(folder)
 
 
-def test_integers_are_no_weights(folder: Path) -> None:
-    file, name = folder / "model.safetensors", "model.layers.3.mlp.up_proj.weight"
-    tensors = load_file(file)
-    tensors[name] = (tensors[name] * 100).to(torch.int8)
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"'{name}' in '.*' holds integers \(I8\).*says nothing of quantisation"):
+@pytest.mark.parametrize(
+    ("dtype", "named"),
+    [(torch.int8, r"integers \(I8\)"), (torch.float8_e4m3fn, r"floats of 8 bits \(F8_E4M3\)")],
+)
+def test_bytes_are_no_weights(dtype: torch.dtype, named: str, folder: Path) -> None:
+    name = "model.layers.3.mlp.up_proj.weight"
+    edit(folder, lambda tensors: tensors.update({name: (tensors[name] * 100).to(dtype)}))
+    with pytest.raises(CheckpointError, match=rf"'{name}' in '.*' holds {named}.*says nothing of quantisation"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("LlamaForCausalLMEagle3", lambda tensors: None, "is a draft head .LlamaForCausalLMEagle3. and no model"),
+        (
+            "LlamaForCausalLM",
+            lambda tensors: tensors.update({"fc.weight": torch.zeros(8, 16)}),
+            "is a draft head .LlamaForCausalLM. and no model: give the model, and the head as its drafter's",
+        ),
+        ("LlamaModel", lambda tensors: tensors.pop("lm_head.weight", None), "is a LlamaModel, which makes embeddings"),
+    ],
+)
+def test_folders_of_no_language_model(kind: str, change: Any, named: str, folder: Path) -> None:
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**told, "architectures": [kind], "tie_word_embeddings": False}))
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match=named):
+        Engine.from_pretrained(folder)
+
+
+def test_pickles_are_not_loaded(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"are pickles \(\*\.bin\).*: convert them to safetensors"):
         load(folder)
 
 
@@ -64,6 +92,11 @@ def test_sentencepiece_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"model_type": "sundry"}, "does not have its architecture: install a newer one"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "its weights are quantised by 'aqlm'"),
+        (
+            {"quantization_config": {"quant_method": "modelopt"}},
+            "by 'modelopt', which neither specdec nor transformers",
+        ),
+        ({"quantization_config": {"quant_method": 5}}, "by 5, which neither specdec nor transformers"),
     ],
 )
 def test_what_transformers_does_not_load(config: dict[str, Any], message: str, folder: Path) -> None:

@@ -149,6 +149,10 @@ def _permute(tensors: dict[str, torch.Tensor]) -> None:
             f"'{PLACE}.scales' in .* are float32, and blocks' scales are float16",
         ),
         (
+            lambda tensors: tensors[f"{PLACE}.scales"][3].fill_(torch.nan),
+            f"'{PLACE}.scales' in .* holds NaN or infinity; download",
+        ),
+        (
             lambda tensors: tensors.update({f"{PLACE}.bias": torch.ones(256)}),
             f"1 extra, such as {PLACE}.bias",
         ),
@@ -206,7 +210,7 @@ def test_what_falls_back_says_why(
 ) -> None:
     int4_checkpoint(tmp_path)
     if not options:
-        monkeypatch.setattr("specdec.execute.native.library", lambda: None)
+        monkeypatch.setattr("specdec.execute.native_layers.library", lambda: None)
     elif native.library() is None:
         pytest.skip("no C compiler")
     found = DescribedCheckpoint.opened(tmp_path, **{"dtype": "float32", **options})

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-from functools import cache
-from pathlib import Path
-from typing import Any
-
 import gguf
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 
 from specdec.native import library as native
 from specdec.native.formats import formats
 from specdec.runners.block_weight import BlockTensor, BlockWeight
-from specdec.settings.files import cache_folder
 from tests.bitsandbytes_files import LISTS
 from tests.quantised_files import FORMATS, SCALES_AT, random_blocks
 from tests.sums import rounding_of
@@ -250,48 +243,3 @@ def test_what_is_no_number_spreads(broken: float, int8: bool) -> None:
     rows[1, 40] = broken
     found = BlockWeight([blocks_of("Q4_0", 64, 64)], None, torch.bfloat16, int8=int8)(rows)
     assert [bool(row.isnan().all()) for row in found] == [False, True, False]
-
-
-@cache
-def library_for(processor: str) -> Any:
-    """The library as it is compiled for a processor; None where the compiler has no code for it.
-
-    That takes half a minute, so workers share it.
-    """
-    own = native.compiler()
-    assert own is not None
-    flags = ["-O1", f"-march={processor}", "-fno-math-errno", "-shared", "-fPIC", "-fopenmp", "-w"]
-    source = Path(native.__file__).with_name("layers.c")
-    made = cache_folder() / "levels" / f"{processor}.so"
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{made}.lock"):
-        if not made.exists():
-            done = subprocess.run([own, *flags, str(source), "-o", str(made), "-lm"], capture_output=True)
-            if done.returncode:
-                return None
-        return native._load(made)
-
-
-@pytest.fixture(scope="module", params=["x86-64", "haswell", "alderlake"])
-def level(request: pytest.FixtureRequest) -> Any:
-    """The library for processors that have less. AVX-512 is this machine's own, and by its parts in test_bits.py."""
-    needs = {"x86-64": "sse2", "haswell": "avx2", "alderlake": "avx_vnni"}
-    if needs[request.param] not in native.features():
-        pytest.skip("this processor has no such instructions")
-    return library_for(request.param) or pytest.skip("the compiler has no code for it")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_other_instructions_give_the_same_weights(level: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.runners.block_weight.library", lambda: level)
-    test_weights_are_exact(name)
-    if name == "F16":
-        test_every_float16_is_exact()
-    if name in IN_INTEGERS:
-        test_rows_in_bytes_are_multiplied_exactly(name)
-    for dtype, int8 in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
-        test_a_row_s_product_does_not_depend_on_the_others(name, dtype, int8)
-    for broken in (float("nan"), float("inf")):
-        test_what_is_no_number_spreads(broken, False)
-        test_what_is_no_number_spreads(broken, True)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from drafters.kangaroo.adapter import VARIANTS, Adapter, AdapterConfig
-from drafters.kangaroo.adapter_step import AdapterCache, AdapterStep, Nodes
+from drafters.kangaroo.adapter_step import AdapterStep
+from drafters.shared.own_cache import Nodes
 from specdec import Engine, SamplingParams, TransformersTarget
 from specdec.native import library as native
 from specdec.native import types
@@ -483,7 +484,7 @@ def test_an_adapter_s_step_equals_the_whole_text(variant: str) -> None:
     whole = adapter(features, torch.arange(11)[None], head)
     step = AdapterStep(adapter, head)
     assert (step._layer is not None) == (variant == "layer")
-    cache = AdapterCache(step, 11)
+    cache = step.new_cache(11)
     if variant != "mlp":
         step.absorb(features[0, :4], cache)
     found = torch.cat(
@@ -506,12 +507,12 @@ def test_an_adapter_s_layer_and_head_are_one_call(dtype: torch.dtype) -> None:
     texts = [torch.randn(size, 64).to(dtype) for size in (5, 9, 3)]
 
     def guesses(of: AdapterStep, together: bool) -> list[torch.Tensor]:
-        caches, found = [AdapterCache(of, 12) for _ in texts], list[torch.Tensor]()
+        caches, found = [of.new_cache(12) for _ in texts], list[torch.Tensor]()
         for first, last in ((0, 2), (2, 3)):
             parts = [text[first:last] for text in texts]
             if together:
                 each, rows = [*map(seam.Text, caches)], range(last - first)
-                found += of.guess([Nodes(part, own.rows(rows)) for part, own in zip(parts, each, strict=True)])
+                found += of.guess([Nodes(own.rows(rows), part) for part, own in zip(parts, each, strict=True)])
                 for own in each:
                     own.commit(rows)
             else:

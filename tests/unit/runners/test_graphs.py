@@ -413,10 +413,10 @@ def test_rows_that_a_device_has_moved_do_not_enter_again(recorder: Recorder) -> 
     """Their first layers' keys are elsewhere; from the first layer on they may run once more."""
     target = fused(new_model("llama", torch.float64, **SIZES))
     own, rows = seam.text(target), [3, 5, 4]
-    decide = np.ones(3, dtype=np.bool_)
+    decided = Wanted(accept=np.ones(3, dtype=np.bool_), decides=(True,))
     with target.active():
         entry = Entering(1, own.run(rows, [-1, 0, 0], exit_layer=1).out)
-        step = own.rows(rows, [-1, 0, 0], wanted=Wanted(decide=decide))
+        step = own.rows(rows, [-1, 0, 0], wanted=decided)
         first = target.forward(step)
         assert step.texts[0].moved
         with pytest.raises(TargetError, match="rows that a step has committed cannot enter it again"):

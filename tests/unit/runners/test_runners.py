@@ -25,7 +25,7 @@ from specdec.models.inspection import why_special
 from specdec.native.library import library
 from specdec.results import Step
 from tests import models, seam
-from tests.tiers import each_once
+from tests.tiers import once
 
 KNOWN = models.FUSED
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # that the native library has code for
@@ -42,7 +42,7 @@ def storages(model: nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("family", "in_parts"), each_once(KNOWN, [False, True]))
+@pytest.mark.parametrize(("family", "in_parts"), once(KNOWN, [False, True]))
 def test_fused_text_is_that_of_generate(family: str, in_parts: bool) -> None:
     model = models.new_model(family)
     prompt = models.prompt_of(11)
@@ -323,7 +323,7 @@ def test_a_folder_without_a_compiler_is_run_in_torch(tmp_path: Path, monkeypatch
     if library() is not None:
         told = TransformersTarget.from_pretrained(tmp_path).describe()["execution"]
         assert (told["runner"], told["because"]) == ("native", "all layers run in one call")
-    monkeypatch.setattr("specdec.execute.native.library", lambda: None)
+    monkeypatch.setattr("specdec.execute.native_layers.library", lambda: None)
     told = TransformersTarget.from_pretrained(tmp_path).describe()["execution"]
     assert (told["runner"], told["because"]) == ("fused", told["not native"])
     assert told["because"].startswith("native layers need a C compiler")

@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "text of no name": ("data", b"Once upon a time", "call it 'data.txt'"),
     "text of another name": ("data.dat", b"Once upon a time", "call it 'data.txt'"),
     "text called JSON": ("data.Json", b"Once upon a time", "is no JSON"),
-    "nothing called JSON": ("data.json", b"", "is no JSON"),
+    "nothing called JSON": ("data.json", b"", "is empty; it must hold a list"),
     "nothing of no name": ("data", b"", "does not say what else it is"),
     "a list cut short": ("data.json", one_each(TALKS).encode()[:-40], "is no JSON"),
     "a list cut short, called text": ("data.txt", listed(TALKS).encode()[:-40], "text that only begins as JSON does"),

@@ -78,7 +78,7 @@ def test_what_is_wanted_of_several_is_what_each_wants() -> None:
     draws = Draws((7,), (0.5,))
     each = [
         Wanted(np.array([1]), 3, (2,)),
-        Wanted(hidden=(1,), draws=draws, decide=np.array([True, False])),
+        Wanted(hidden=(1,), draws=draws, accept=np.array([True, False]), decides=(True,)),
         Wanted(NOTHING.logits, 0, accept=np.array([True, True]), unread=([8, 9],)),
     ]
     steps = [StepInput.of(text(at), [4] * 2, wanted=wanted) for at, wanted in enumerate(each)]
@@ -86,10 +86,9 @@ def test_what_is_wanted_of_several_is_what_each_wants() -> None:
     assert (found.scored, found.top_k, found.hidden, found.nothing) == ([1, 2, 3], 3, {1, 2}, False)
     assert found.draws is not None
     assert (found.draws.start, found.draws.temperature) == ([0, 7, 0], [0, 0.5, 0])
-    assert found.decide is not None
-    assert found.decide.tolist() == [False, False, True, False, False, False]
     assert found.accept is not None
-    assert found.accept.tolist() == [False, False, False, False, True, True]
+    assert found.accept.tolist() == [False, False, True, False, True, True]
+    assert [*found.decides] == [False, True, False]
     assert [*found.unread] == [None, None, [8, 9]]
     assert joined(steps[2:]).wanted is each[2]
     assert joined([StepInput.of(text(at), [4], wanted=NOTHING) for at in range(2)]).wanted.nothing

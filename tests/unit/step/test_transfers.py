@@ -668,10 +668,10 @@ def test_the_device_walks_as_the_host_does(parents: list[int], data: st.DataObje
     logits = torch.tensor(data.draw(st.lists(st.permutations([0.0, 1.0, 2.0]), min_size=size, max_size=size)))
     scores = StepOutput(logits if rows is None else logits[rows], rows)
     sampler = Sampler(SamplingParams(), [1], 3, torch.device("cpu"))
-    decide, accept = may_accept(draft, sampler, walks=True)
-    assert accept is None
+    accept, alone = may_accept(draft, sampler, walks=True)
+    assert alone
     verdict, asked = match(draft, scores, sampler), None if rows is None else np.array(rows)
-    for wanted in (Wanted(asked, decide=decide), Wanted(asked, accept=decide)):
+    for wanted in (Wanted(asked, accept=accept, decides=(True,)), Wanted(asked, accept=accept)):
         sent = seam.text(target_of("llama")).sent(draft, wanted=wanted)
         assert sent.walk(scores.argmax_there).tolist() == [verdict.path[-1], len(verdict.path) - 1, verdict.tokens[-1]]
 

@@ -92,13 +92,19 @@ static void try_kinds(int tiles) {
         }
 }
 
+/* Whether this library multiplies a format's blocks so: rounded to bfloat16, as they are, or with rows in bytes. */
+static int multiplies(const WeightFormat *f, int kind, int half) {
+    if (has_float_levels(f)) return kind == EXACT_QUANTISED;
+    return kind == QUANTISED ? half : kind == INT8_QUANTISED || !half;
+}
+
 /* A format's blocks: their values by all ways, and their products with rows in integers, as they are and in bytes. */
 static void try_format(int format) {
     static const char *const names[] = {"rounded", "exact", "in bytes"};
     const WeightFormat *f = specdec_format(format);
     const int64_t inputs = 512, outputs = 70, bytes = specdec_panel_bytes(format, outputs, inputs);
     group(joined("blocks", f->name, "by row"));
-    uint8_t *file = blocks_of(format, inputs, outputs, 1), *laid = aligned_memory(bytes);
+    uint8_t *file = blocks_of(format, inputs, outputs, BROKEN_SCALES), *laid = aligned_memory(bytes);
     const Part whole = {laid, format, outputs, 0}, in_file = {file, format, outputs, 1};
     Product p = {.inputs = inputs, .outputs = outputs, .kind = EXACT_QUANTISED, .parts = &whole, .count = 1}, q = p;
     float *found[2] = {memory(outputs * inputs * 4), memory(outputs * inputs * 4)};
@@ -116,10 +122,44 @@ static void try_format(int format) {
     try_look_ups(&p, &q);
     for (int kind = QUANTISED; kind <= INT8_QUANTISED; kind++)
         for (int half = 0; half < 2; half++) { /* as Python makes them of weights and models */
-            if (has_float_levels(f) ? kind != EXACT_QUANTISED : kind == QUANTISED ? !half : kind == EXACT_QUANTISED && half) continue;
+            if (!multiplies(f, kind, half)) continue;
             group(joined(joined("blocks", f->name, names[kind - QUANTISED]), "in", half ? "bfloat16" : "float32"));
             p = quantised(kind, inputs, outputs, 1, &f->name, format % 2, 1);
             try_product(&p, half, 0);
+        }
+}
+
+/* What no order of sums rounds is exact, by whatever instructions: one input of a row is 1, or eight in a line are as
+ * large as bytes allow, where a sum of sixteen bits would overflow. */
+static void try_exact(int format) {
+    enum { INPUTS = 512, OUTPUTS = 70, LINES = INPUTS / 8 };
+    const WeightFormat *f = specdec_format(format);
+    group(joined("blocks", f->name, "in exact sums"));
+    uint8_t *file = blocks_of(format, INPUTS, OUTPUTS, PLAIN_SCALES);
+    uint8_t *laid = aligned_memory(specdec_panel_bytes(format, OUTPUTS, INPUTS));
+    float *values = memory(OUTPUTS * INPUTS * 4);
+    specdec_lay_blocks(format, file, OUTPUTS, INPUTS, laid, 1);
+    specdec_dequantise(format, file, OUTPUTS * INPUTS / f->values, values, 1);
+    const Part part = {laid, format, OUTPUTS, 0};
+    for (int kind = QUANTISED; kind <= INT8_QUANTISED; kind++)
+        for (int half = 0; half < 2; half++) {
+            if (!multiplies(f, kind, half)) continue;
+            const int lines = kind == QUANTISED || has_float_levels(f) ? 0 : LINES, count = INPUTS + lines;
+            const Product p = {.inputs = INPUTS, .outputs = OUTPUTS, .kind = kind, .parts = &part, .count = 1};
+            void *x = memory(count * INPUTS * 4), *y = memory(count * OUTPUTS * 4), *expected = memory(count * OUTPUTS * 4);
+            for (int64_t r = 0; r < count; r++) {
+                const int64_t first = r < INPUTS ? r : (r - INPUTS) * 8, last = r < INPUTS ? r + 1 : first + 8;
+                const float one = r < INPUTS ? 1 : r % 2 ? 63.5f : -63.5f;
+                for (int64_t i = first; i < last; i++) put(x, r * INPUTS + i, half, one);
+                for (int64_t o = 0; o < OUTPUTS; o++) {
+                    double sum = 0;
+                    for (int64_t i = first; i < last; i++) sum += (double)one * values[o * INPUTS + i];
+                    put(expected, r * OUTPUTS + o, half, (float)sum);
+                }
+            }
+            specdec_product(&p, x, NULL, y, count, half, 1);
+            same("exact product", count, 1, 0, y, expected, count * OUTPUTS, half ? 'h' : 'f');
+            tell(y, count * OUTPUTS, half ? 'h' : 'f');
         }
 }
 
@@ -136,6 +176,6 @@ static void try_mixture(void) {
 
 static void by_products(void) {
     try_kinds(0);
-    for (int format = 0; specdec_format(format); format++) try_format(format);
+    for (int format = 0; specdec_format(format); format++) try_format(format), try_exact(format);
     try_mixture();
 }

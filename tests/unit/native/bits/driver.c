@@ -13,6 +13,7 @@
  * - pairs: whether a bfloat16 model multiplies pairs of bfloat16 (AVX512_BF16);
  * - tiles: whether it does so by tiles (AMX); then the groups by tiles are added, the others stay.
  * All other instructions (BW, VBMI, VNNI, F16C, BMI2, NEON) change no bit: those of integers and conversions are exact.
+ * Blocks by row and in exact sums have one hash in all classes.
  */
 #include <stdio.h>
 #ifdef EMULATE_VNNI /* AVX-VNNI's code on a machine without it: its two instructions by loops */

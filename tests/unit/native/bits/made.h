@@ -139,12 +139,16 @@ static int format_of(const char *name) {
     return found;
 }
 
-/* Blocks as in a file, [outputs, inputs]; the first outputs have infinite, denormal and other scales if `broken`. */
-static uint8_t *blocks_of(int format, int64_t inputs, int64_t outputs, int broken) {
+/* Scales of blocks: any, those of the first outputs infinite, denormal and so on, or 2^-6 of all. */
+enum { ANY_SCALE, BROKEN_SCALES, PLAIN_SCALES };
+
+/* Blocks as in a file, [outputs, inputs]. */
+static uint8_t *blocks_of(int format, int64_t inputs, int64_t outputs, int scales) {
     static const uint16_t halves_of[] = {0x7e00, 0x7c00, 0x0001, 0x83ff, 0x7bff, 0x8000};
     const WeightFormat *f = specdec_format(format);
     const int64_t each = inputs / f->values, count = outputs * each;
     const int at = f->type == 10 ? 80 : f->type == 11 ? 108 : f->type == 14 ? 208 : 0; /* of the scales */
+    const int broken = scales == BROKEN_SCALES, plain = scales == PLAIN_SCALES;
     if (f->levels == HALVES) return float16_of(inputs, outputs, broken);
     uint8_t *made = memory(count * f->bytes);
     for (int64_t n = 0; n < count * f->bytes; n++) made[n] = (uint8_t)random_bits();
@@ -153,6 +157,7 @@ static uint8_t *blocks_of(int format, int64_t inputs, int64_t outputs, int broke
         uint32_t whole = 0x3c000000 + (uint32_t)below(0x800000);
         if (broken && n / each < 6) scale = halves_of[n / each], whole = specials[n / each];
         if (f->scales == ZEROS) minimum = (uint16_t)(0x4400 + below(0x400)); /* a zero from 4 to 8 */
+        if (plain) scale = 0x2400, minimum = f->scales == ZEROS ? 0x4400 : 0x2400, whole = 0x3c800000;
         if (f->scales == FLOATS) memcpy(made + n * f->bytes + at, &whole, sizeof whole);
         else memcpy(made + n * f->bytes + at, &scale, sizeof scale);
         if (f->minima) memcpy(made + n * f->bytes + at + 2, &minimum, sizeof minimum);

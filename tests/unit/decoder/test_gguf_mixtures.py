@@ -67,7 +67,7 @@ def test_blocks_of_mxfp4_are_what_llama_cpp_takes_them_for(llama_cpp: LlamaCpp, 
 @pytest.mark.parametrize("family", ["gpt-oss", "granitemoe", "mistral3", "hunyuan-moe"])
 def test_texts_do_not_depend_on_the_drafter(family: str, tmp_path: Path) -> None:
     target = TransformersTarget.from_pretrained(write_family(tmp_path / "a.gguf", family), dtype="float64")
-    assert target.options["runner"] == "modules"
+    assert target.options["runner"] == "fused"
     plain = Engine(target, None).generate(PROMPT, 40)
     for drafter in ("lookahead", "token_recycling"):
         found = Engine(target, None, drafter).generate(PROMPT, 40)
