@@ -31,7 +31,6 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.sampling.noise import Noise
 from specdec.sampling.sampler import Sampler
 from specdec.settings.parsing import check_positive
-from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.step_io import NOTHING, Wanted
 from specdec.step.tree import Draft, Hints
@@ -153,7 +152,7 @@ class DraftModelSession(BatchedSession):
         params = context.sampling
         self._size = context.target.vocab_size
         self._sampler = Sampler(params, context.tokens, self._size, model.device)
-        apart = device_copies.is_apart(model.device)
+        apart = model.launches
         trust = config.min_confidence
         self._least = (0.0 if apart else _CONFIDENCE) if trust is None else trust
         self._stays = apart and not self._least
@@ -195,7 +194,7 @@ class DraftModelSession(BatchedSession):
             if last:
                 logits = output.given
                 known = read is new or read[-1] == new[-1]
-                there = known and device_copies.is_apart(logits.device)
+                there = known and self._model.launches
                 root = output.tokens[-1:] if there else torch.tensor(new[-1:], device=logits.device)
                 return self._shared(logits), root
 

@@ -17,6 +17,7 @@ import torch
 
 from specdec.runners.linear import PackedWeight
 from specdec.runners.recording import Recording
+from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.forward_passes import Pass
 from specdec.step.joining import joined
@@ -73,6 +74,13 @@ class Target(Protocol):
     pages: bool = False
     recording: Recording | None = None
     packed_head: PackedWeight | None = None
+
+    @property
+    def launches(self) -> bool:
+        """Whether forwards are only launched, on an accelerator: a step's numbers come by one copy, which waits, whole
+        steps are what can be timed, and kernels are compiled or recorded when they first run.
+        """
+        return device_copies.is_apart(self.device) and device_copies.is_apart(self.head_device)
 
     @property
     def batch_invariant(self) -> bool:

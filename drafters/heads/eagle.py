@@ -33,7 +33,6 @@ from drafters.heads.weights import Chain, HeadWeights
 from drafters.shared.own_cache import Nodes
 from specdec.drafter import Context
 from specdec.native.library import library
-from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.tree import Draft
 from specdec.target import Target
@@ -85,7 +84,7 @@ class Eagle(HeadDrafter):
     @staticmethod
     def may_be_one_call(target: Target) -> bool:
         """The same of a head that is not loaded yet; False where it cannot be."""
-        if device_copies.is_apart(target.head_device):
+        if target.launches:
             return target.recording is not None
         return library() is not None
 

@@ -48,7 +48,7 @@ class KangarooSession(BatchedSession):
         self._draws = sampled and params.acceptance == "reject"  # from q, not by the target's noise
         self._noise = drafter.vocabulary.noise(context.noise) if sampled and not self._draws else None
         target = context.target
-        self._apart = apart = device_copies.is_apart(target.device) and device_copies.is_apart(target.head_device)
+        self._apart = apart = target.launches
         self._stays = apart and drafter.eta is None
         self._wide = drafter.eta is None and not (apart or self._draws or self._reads_prefix)  # guess behind siblings
         self._ahead = apart and drafter.eta is not None and drafter.branch == 1  # else reads decide the rows

@@ -31,7 +31,6 @@ from specdec.costs.curve import pass_price
 from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, DeviceStep, DrafterBase, Observation
 from specdec.sampling.noise import Noise
-from specdec.step import device_copies
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.tree import Draft, Hints
 from specdec.target import FINAL, Target
@@ -287,7 +286,7 @@ class MedusaSession(BatchedSession):
                 break
         self._seen, self._last, self._guesses = seen.taps, seen.path[-1], None
         prompt_ends = seen.draft is None and self._context.cache.length == self._context.prompt_length - 1
-        if prompt_ends and device_copies.is_apart(self._context.target.head_device):
+        if prompt_ends and self._context.target.launches:
             # Guesses come with a step's copy. The first ones are read here, so that no step needs a second copy.
             self._guesses = _sound(*self._drafter.lists([self._brought()]))
         if seen.readback is not None:

@@ -64,7 +64,7 @@ def describe(target: Target, **options: Any) -> dict[str, Any]:
     inner = [value for name in ("intermediate_size", "num_key_value_heads") if (value := getattr(config, name, None))]
     return {
         "device": processor(target.device),
-        "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
+        "threads": None if target.launches else torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "code": digest_of_code(),
@@ -122,7 +122,7 @@ def new_curve(
         progress=progress,
         clock=clock,
     )
-    curve, steady = watched(work, target.device, clock)
+    curve, steady = watched(work, target, clock)
     curve = replace(curve, steady=steady)
     try:
         if path is not None and curve.steady:
@@ -133,13 +133,11 @@ def new_curve(
     return curve
 
 
-def watched(
-    measuring: Callable[[], T], device: torch.device, clock: Callable[[], float] = perf_counter
-) -> tuple[T, bool]:
+def watched(measuring: Callable[[], T], target: Target, clock: Callable[[], float] = perf_counter) -> tuple[T, bool]:
     """The result of a measurement, and whether this thread had a processor to itself meanwhile."""
     began, worked = clock(), thread_time()
     found = measuring()
-    waits = device.type != "cpu" or clock is not perf_counter  # on a device the thread waits on purpose
+    waits = target.launches or clock is not perf_counter  # on a device the thread waits on purpose
     return found, waits or thread_time() - worked >= _STEADY * (clock() - began)
 
 
@@ -196,7 +194,7 @@ def measure(
     ``clock`` returns seconds.
     """
     longest = max(target.context_length - rows[-1] - _GROWTH, 1)
-    tree = device_copies.is_apart(target.device) if tree is None else tree
+    tree = target.launches if tree is None else tree
     lengths = sorted({min(length, longest) for length in lengths})
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.vocab_size, (rows[-1],), generator=generator).tolist()
@@ -219,7 +217,7 @@ def measure(
         cache.reserve(lengths[-1] + _GROWTH + rows[-1])
         for group in cache.groups:  # never written, they may hold numbers that are slow to compute with
             group.clear()
-        for count in rows if device_copies.is_apart(target.device) else ():
+        for count in rows if target.launches else ():
             take(lengths[0], count)
         began = clock()
         for number, length in enumerate(lengths):

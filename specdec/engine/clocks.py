@@ -1,6 +1,6 @@
-"""Clocks: the time of a step's forwards and of its drafting, taken by wrappers at the two seams, target and drafter.
+"""Clocks: the time of a step's drafting, taken by wrappers of a drafter, its session, and the session's passes.
 
-A step itself takes no time. What it runs through these wrappers is timed, and its caller reads them when it is over.
+A step itself takes no time. Its caller reads what was taken when it is over.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,45 +26,9 @@ from specdec.drafter import (
 )
 from specdec.step.first_time import FirstTimes
 from specdec.step.forward_passes import Pass, Passes, resume
-from specdec.step.step_io import StepInput
-from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
-from specdec.target import Target, run_steps
 
-__all__ = ["Drafting", "Run", "TimedDrafter", "TimedTarget"]
-
-
-class Run(NamedTuple):
-    """One forward: its rows, its seconds, and whether it had a first time. On a device it is only launched."""
-
-    rows: int
-    seconds: float
-    first_time: bool
-
-
-class TimedTarget:
-    """Runs rows of several sequences as one forward, and keeps its time.
-
-    Attributes:
-        runs: the forwards since ``begin``.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self.runs: list[Run] = []
-
-    def begin(self) -> None:
-        """Forget the forwards so far."""
-        self.runs.clear()
-
-    def run(self, steps: Sequence[StepInput]) -> list[StepOutput]:
-        """As :func:`specdec.target.run_steps`; a forward that raises is not kept."""
-        began = perf_counter()
-        outputs = run_steps(self._target, steps)
-        seconds = perf_counter() - began
-        rows = sum([step.rows for step in steps])
-        self.runs.append(Run(rows, seconds, any(output.first_time for output in outputs)))
-        return outputs
+__all__ = ["Drafting", "TimedDrafter"]
 
 
 @dataclass(slots=True)
@@ -81,11 +45,9 @@ class Drafting:
     _seen: int = field(default=0, init=False, repr=False)
     _began: float = field(default=0.0, init=False, repr=False)
 
-    def take(self) -> Drafting:
-        """These numbers, which begin anew."""
-        taken = Drafting(self.seconds, self.first_time)
+    def clear(self) -> None:
+        """Begin anew."""
         self.seconds, self.first_time = 0.0, False
-        return taken
 
     def __enter__(self) -> None:
         self._seen, self._began = FirstTimes.seen, perf_counter()

@@ -1,49 +1,41 @@
-"""A generation under way: its sequence, and the account that is kept of its steps."""
+"""Generations under way, and the account of their steps: statistics, and what is learned of rows and of time.
+
+A step itself is :func:`specdec.engine.step.step`, which knows no clock. It is timed from outside: its forward here, its
+sessions by :mod:`specdec.engine.clocks`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import NamedTuple
 
-from specdec.costs.curve import CostCurve
 from specdec.costs.fallback import Fallback
-from specdec.costs.live_curve import LiveCosts
-from specdec.costs.policy import RowPolicy
-from specdec.drafter import Drafter, MergingSession
+from specdec.costs.prices import UNBATCHED, BatchLoad, Rest
+from specdec.drafter import MergingSession
 from specdec.engine.clocks import TimedDrafter
 from specdec.engine.prediction import appeared
 from specdec.engine.requests import Request
 from specdec.engine.sequence import ScheduledRows, SequenceState
-from specdec.engine.setup import Pricing, Setup
-from specdec.engine.step import StepResult
+from specdec.engine.setup import Setup, pricing_of
+from specdec.engine.step import StepResult, step
 from specdec.results import Chunk, Generation, Statistics, Step, StepTrace, TokenLogprobs
+from specdec.runners.visibility import bucket
+from specdec.sampling.verify import Verdict
 from specdec.step import device_copies
+from specdec.step.step_io import StepInput
+from specdec.step.step_output import StepOutput
+from specdec.target import run_steps
 
-__all__ = ["Decoding", "Host"]
+__all__ = ["Decoding", "Learning"]
 
-
-class Host(Setup, Protocol):
-    """The attributes of an :class:`specdec.engine.engine.Engine` that its generations use."""
-
-    drafter: Drafter
-    costs: CostCurve
-    live: LiveCosts | None
-    fallback: Fallback | None
-    step_kinds: set[Any]
-
-    def row_policy(self, *, steady: bool = False) -> RowPolicy | None:
-        """The row policy of a new sequence, or None; ``steady``: by the measured curve, not the live one."""
-
-    def advance(self, decoding: Decoding) -> None:
-        """Take one step of one generation by itself; raises what ended it."""
+_ANY = 1 << 62  # row limit of a forward that only the draft's own limit bounds
 
 
 class Decoding:
     """A generation, made by ``Engine.begin`` and ``start``, and its statistics, steps and traces.
 
-    One generation alone runs by ``prefill``, ``step`` and ``chunks``, inside ``target.active()``; many run in a
-    :class:`specdec.engine.scheduler.Scheduler`.
+    One alone runs by ``prefill``, ``step`` and ``chunks``, inside ``target.active()``, many in a ``Scheduler``.
 
     Attributes:
         sequence: its text and its part of the steps.
@@ -53,19 +45,18 @@ class Decoding:
         asked: whether the drafting session was asked for the latest draft.
     """
 
-    def __init__(self, engine: Host, request: Request) -> None:
-        drafter = TimedDrafter(engine.drafter)
-        pricing = _pricing(engine, request)
-        self._engine, self.drafting = engine, drafter.drafting
+    def __init__(self, engine: Setup, request: Request) -> None:
+        drafter, self._target = TimedDrafter(engine.drafter), engine.target
+        pricing = pricing_of(engine, request)
+        self._learning, self.drafting = Learning(engine), drafter.drafting
         self.fallback = None if pricing.isolated else engine.fallback
         self.sequence = SequenceState(engine, request, drafter, pricing)
-        self.drafting.take()  # what the session read of a known beginning belongs to the prompt
-        target, sampling = engine.target, self.sequence.context.sampling
+        self.drafting.clear()  # what the session read of a known beginning belongs to the prompt
         self.stats = Statistics(
             prompt_tokens=len(self.tokens),
             reused_tokens=self.sequence.reused,
-            lossy=sampling.lossy,
-            activations=target.options.get("activations"),
+            lossy=self.sequence.context.sampling.lossy,
+            activations=engine.target.options.get("activations"),
         )
         self.steps: list[Step] = []
         self.asked = False
@@ -89,23 +80,28 @@ class Decoding:
     def prefill(self) -> None:
         """Run the prompt without its last token, in chunks, without logits."""
         while self.sequence.prefilling:
-            self._engine.advance(self)
+            self.advance()
         began = perf_counter()
-        device_copies.wait(self._engine.target.head_device)
+        device_copies.wait(self._target.head_device)  # for what the prompt launched
         self.stats.seconds.prefill += perf_counter() - began
 
     def step(self) -> Step:
         """Take one step: a draft, a target forward, at least one token. The prompt must have been run."""
-        self._engine.advance(self)
+        self.advance()
         return self.steps[-1]
+
+    def advance(self) -> None:
+        """Take a step by itself, or run a chunk of its prompt; raises what ended it."""
+        for _, outcome in self._learning.step((self,), _ANY):
+            if isinstance(outcome, Exception):
+                raise outcome
 
     def chunks(self) -> Iterator[Chunk]:
         """Run to the end, yielding each step; the model is unchanged while the caller has a chunk."""
-        target = self._engine.target
-        with target.active():
+        with self._target.active():
             self.prefill()
         while self.finish_reason is None:
-            with target.active():
+            with self._target.active():
                 step = self.step()
             yield self.chunk_of(step)
 
@@ -119,54 +115,28 @@ class Decoding:
         if predicted:
             stats.accepted_prediction_tokens = accepted_count = appeared(predicted, new)
             stats.rejected_prediction_tokens = len(predicted) - accepted_count
-        logprobs = self.sequence.logprobs if self._logs else None
-        return Generation(
-            self.sequence.ending.text, new, self.finish_reason or "unfinished", stats, self.steps, logprobs
-        )
+        text, logprobs = self.sequence.ending.text, self.sequence.logprobs if self._logs else None
+        return Generation(text, new, self.finish_reason or "unfinished", stats, self.steps, logprobs)
 
-    def drafted(self, seconds: float, *, prompt: bool) -> None:
-        """Count the time of its session in a step; ``prompt``: a step in which its prompt was run."""
-        if prompt:
-            self.stats.seconds.prefill += seconds
-        else:
-            self.stats.seconds.draft += seconds
-
-    def took(self, result: StepResult, *, began: float, target: float, rest: float, first_time: bool) -> Step | None:
-        """Count what a step did; returns the step, None for a chunk of the prompt.
-
-        ``began``: when the step began; ``target`` and ``rest``: seconds of its rows in the forward, and its share of
-        what was neither drafting nor the forward.
-        """
-        rows, verdict, stats = result.rows, result.verdict, self.stats
-        assert rows is not None
-        assert verdict is not None
-        stats.reused_tokens, spent = self.sequence.reused, stats.seconds
-        if rows.draft is None:
-            spent.prefill += target + rest
-            return None
+    def took(self, rows: ScheduledRows, verdict: Verdict, began: float, first_time: bool) -> Step:
+        """Count a step that emitted tokens, and give the row policy its outcome; ``began``: when it began."""
+        stats, policy, drafter = self.stats, self.sequence.context.policy, self.sequence.drafter
+        assert rows.draft is not None
         if not self.steps:
             self._first_began = began
-        spent.target += target
-        spent.rest += rest
-        stats.acceptance_lengths.append(len(verdict.tokens))
-        stats.rows.append(rows.step.rows)
-        step = Step(len(self.steps), verdict.tokens, rows.step.rows, self.sequence.drafter.name, None, first_time)
+        tokens, count, self.asked = verdict.tokens, rows.step.rows, rows.asked
+        stats.acceptance_lengths.append(len(tokens))
+        stats.rows.append(count)
+        step = Step(len(self.steps), tokens, count, drafter.name, None, first_time)
         self.steps.append(step)
         if self._traces:
             step.trace = self._trace(rows, step)
-        self.asked = rows.asked
-        self._learn(result)
+        if policy is not None and rows.asked:
+            if drafter.plans_rows:  # it judges its rows itself
+                policy.prices.learn(count, len(tokens), rows.step.lengths[0])
+            else:
+                policy.learn(rows.draft, verdict.path, rows.step.lengths[0])
         return step
-
-    def _learn(self, result: StepResult) -> None:
-        """Give the row policy the step's outcome."""
-        rows, verdict, policy = result.rows, result.verdict, self.sequence.context.policy
-        if policy is None or rows is None or verdict is None or rows.draft is None or not rows.asked:
-            return
-        if self.sequence.drafter.plans_rows:  # it judges its rows itself
-            policy.prices.learn(rows.step.rows, len(verdict.tokens), rows.step.lengths[0])
-        else:
-            policy.learn(rows.draft, verdict.path, rows.step.lengths[0])
 
     def _trace(self, rows: ScheduledRows, step: Step) -> StepTrace:
         """The trace of a step; accepted rows after the text's end are cut."""
@@ -186,15 +156,144 @@ class Decoding:
         )
 
 
-def _pricing(engine: Host, request: Request) -> Pricing:
-    """The costs of rows that a sequence's drafting session gets."""
-    sampling, live = request.sampling, engine.live
-    assert sampling is not None
-    draws = sampling.temperature > 0 if request.sample is None else request.sample
-    # Under ``reject`` the text at a seed depends on the proposed rows. It must not depend on other sequences or on the
-    # time of forwards, so the rows must not either.
-    rejects = sampling.acceptance == "reject" or (sampling.acceptance == "auto" and engine.drafter.draws)
-    isolated = sampling.acceptance == "typical" or (draws and rejects)
-    policy = engine.row_policy(steady=isolated)
-    steady = isolated or policy is None
-    return Pricing(policy, engine.costs if steady or live is None else live.now, isolated)
+class _Resting(NamedTuple):
+    """Whether sequences take a plain step because drafting does not pay, and what was asked to know.
+
+    Attributes:
+        rests: the answer; for a step that only runs prompts, what would be answered.
+        fallback: what was asked, or None; it judges one drafter.
+        sequences, draws: how many sequences draft, and whether any of them samples.
+    """
+
+    rests: Rest = Rest.NONE
+    fallback: Fallback | None = None
+    sequences: int = 0
+    draws: bool = False
+
+
+_UNASKED = _Resting()
+Outcome = tuple[Decoding, Step | Exception]
+"""A generation, and the step that it took or the error that ended it."""
+
+
+class Learning:
+    """Takes steps of generations, times them, and tells of them whatever learns from time.
+
+    What is compared, by the live curve and the fallback, is whole steps on a device, as a forward is only launched
+    there and the copy out waits for it; on a CPU the curve gets the forwards. Steps with a first time in them are not
+    compared, nor is a device's first step of each kind, in which libraries may load what they need.
+
+    Args:
+        engine: whose target runs the steps, and whose live cost curve and kinds of steps these are.
+    """
+
+    def __init__(self, engine: Setup) -> None:
+        self._target, self._live, self._kinds = engine.target, engine.live, engine.step_kinds
+        self._launches = engine.target.launches
+        self._rows_each = 1.0  # of the drafts of the latest step
+        self._runs: list[float] = []  # seconds of the step's forwards
+        self._first_time = False
+
+    def step(self, decodings: Sequence[Decoding], row_limit: int) -> list[Outcome]:
+        """Take one step of these generations; returns the outcome of each that drafted or failed."""
+        count, self._first_time = len(decodings), False
+        self._runs.clear()
+        load = BatchLoad(count, round((count - 1) * self._rows_each)) if count > 1 else UNBATCHED
+        resting = self._resting(decodings)
+        sequences = [decoding.sequence for decoding in decodings]
+        prompts, began = [sequence.prefilling for sequence in sequences], perf_counter()
+        results = step(sequences, self._run, row_limit=row_limit, load=load, resting=resting.rests)
+        seconds, drafting = perf_counter() - began, 0.0
+        for decoding, prompt in zip(decodings, prompts, strict=True):
+            own, spent = decoding.drafting, decoding.stats.seconds
+            if prompt:
+                spent.prefill += own.seconds
+            else:
+                spent.draft += own.seconds
+            drafting += own.seconds
+            self._first_time |= own.first_time
+            own.seconds, own.first_time = 0.0, False
+        outcomes = self._count(decodings, results, began, max(seconds - drafting, 0.0))
+        if outcomes and (self._live is not None or resting.fallback is not None):
+            self._compare(results, resting, drafting, seconds)
+        return outcomes
+
+    def _run(self, steps: Sequence[StepInput]) -> list[StepOutput]:
+        """Run rows of several sequences as one forward, and keep its time, which a device only takes to launch it."""
+        began = perf_counter()
+        target = self._target
+        outputs = [target.forward(steps[0])] if len(steps) == 1 else run_steps(target, steps)
+        self._runs.append(perf_counter() - began)
+        self._first_time |= outputs[0].first_time
+        return outputs
+
+    def _resting(self, decodings: Sequence[Decoding]) -> _Resting:
+        """Whether those that draft next rest. If sequences of several drafters share a forward, none of them rests."""
+        drafting = [decoding for decoding in decodings if decoding.sequence.drafts]
+        asked = drafting or decodings
+        fallback = asked[0].fallback if asked else None
+        if fallback is None or any(decoding.fallback is not fallback for decoding in asked):
+            return _UNASKED
+        draws = any(decoding.sequence.draws for decoding in asked)
+        rests = Rest(fallback.rests(len(asked), draws))
+        if self._launches and rests and any(decoding.asked for decoding in asked):
+            # For what sessions launched when they observed: it belongs to drafted steps.
+            device_copies.wait(self._target.head_device)
+        # Of prompts' rows alone, or of drafts that waited, nothing can be compared.
+        return _Resting(rests, fallback if drafting else None, len(asked), draws)
+
+    def _count(
+        self, decodings: Sequence[Decoding], results: Sequence[StepResult], began: float, seconds: float
+    ) -> list[Outcome]:
+        """Count the step with each generation; the forward's time is divided by rows, the rest equally.
+
+        ``seconds``: of the step, without drafting.
+        """
+        ran = [result.rows.step.rows for result in results if result.rows is not None]
+        forward, rows = sum(self._runs), sum(ran)
+        rest = max(seconds - forward, 0.0) / max(len(results), 1)
+        by_sequence, outcomes = {decoding.sequence: decoding for decoding in decodings}, list[Outcome]()
+        for result in results:
+            decoding, own, verdict = by_sequence[result.sequence], result.rows, result.verdict
+            if result.error is not None:
+                outcomes.append((decoding, result.error))
+            elif own is not None and verdict is not None:
+                stats, target = decoding.stats, forward * own.step.rows / rows
+                stats.reused_tokens = decoding.sequence.reused
+                if own.draft is None:
+                    stats.seconds.prefill += target + rest
+                    continue
+                stats.seconds.target += target
+                stats.seconds.rest += rest
+                self._rows_each = rows / len(ran)
+                outcomes.append((decoding, decoding.took(own, verdict, began, self._first_time)))
+        return outcomes
+
+    def _compare(self, results: Sequence[StepResult], resting: _Resting, drafting: float, seconds: float) -> None:
+        """Tell the live curve and the fallback of the step, if it can be compared with others."""
+        ran = [result.rows for result in results if result.rows is not None]
+        tokens = [len(one.verdict.tokens) for one in results if one.verdict and one.rows and one.rows.draft is not None]
+        if not tokens:
+            return
+        rows, whole = sum([own.step.rows for own in ran]), all(own.is_whole for own in ran)
+        compared = not self._first_time
+        if self._launches:
+            kind = bucket(len(ran)), bucket(rows), whole, resting.rests, resting.draws
+            compared &= kind in self._kinds
+            self._kinds.add(kind)
+        if not compared or len(tokens) != len(ran):
+            return
+        length = sum([own.step.lengths[0] for own in ran]) // len(ran)
+        if self._live is not None and whole and (self._launches or len(self._runs) == 1):
+            self._live.note(rows, length, max(seconds - drafting, 0.0) if self._launches else self._runs[0])
+        if resting.fallback is not None and resting.sequences == len(tokens):
+            resting.fallback.note(
+                resting.sequences,
+                resting.draws,
+                tokens=sum(tokens),
+                length=length,
+                rows=rows,
+                whole=whole,
+                drafting=drafting,
+                seconds=seconds,
+            )

@@ -22,41 +22,48 @@ class Ending:
 
     Attributes:
         reason: why the text ended; None while it goes on.
-        eos_ids, stop_token_ids: tokens that end it.
+        eos_ids, stop_token_ids: tokens that end it; ``ends``: both.
+        watches: whether other tokens may end it, so that :meth:`cut` has to see each.
     """
 
     def __init__(self, tokenizer: Any, request: Request, tokens: list[int], most: int) -> None:
         assert request.eos_ids is not None
         assert isinstance(request.stop_token_ids, frozenset)
         self.reason: str | None = None
-        self.most, self._tokens = most, tokens
+        self.most, self._tokens, self._read = most, tokens, len(tokens)
         self._last_reason = "length" if most == len(tokens) + request.max_new_tokens else "context"
         self._stop_when, self.eos_ids, self.stop_token_ids = request.stop_when, request.eos_ids, request.stop_token_ids
-        self._ends = self.eos_ids | self.stop_token_ids
+        self.ends = self.eos_ids | self.stop_token_ids
         self._text = (
             None if tokenizer is None else TextStream(tokenizer, [*request.stop], tokens, min_tokens=request.min_tokens)
         )
+        self._stops = self._text is not None and bool(request.stop)
+        self.watches = self._stops or self._stop_when is not None
 
     @property
     def text(self) -> str:
         """The new tokens' text; empty without a tokenizer."""
-        return "" if self._text is None else self._text.text
+        return "" if self._text is None else self._whole().text
 
     def new_text(self) -> str:
         """The text that the tokens since the last call complete; all of it once the text has ended."""
+        text = self._whole()
+        return text.take() if self.reason is None else text.finish()
+
+    def _whole(self) -> TextStream:
+        """The text of all tokens; where it may hold a stop string, ``cut`` has put each there."""
         assert self._text is not None
-        return self._text.take() if self.reason is None else self._text.finish()
+        if not self._stops:
+            self._text.extend(self._tokens[self._read :])
+            self._read = len(self._tokens)
+        return self._text
 
     def cut(self, tokens: Sequence[int]) -> int:
         """How many accepted tokens plain decoding would have emitted; sets the reason if the text ends there."""
-        text = self._text
-        watched = self._stop_when is not None or (text is not None and text.watches)
-        if not watched and self._ends.isdisjoint(tokens) and len(self._tokens) + len(tokens) < self.most:
-            if text is not None:
-                text.extend(tokens)
-            return len(tokens)
         for count, token in enumerate(tokens, 1):
-            stopped = (text is not None and text.push(token)) or token in self.stop_token_ids
+            stopped = (self._stops and self._text is not None and self._text.push(token)) or (
+                token in self.stop_token_ids
+            )
             if token in self.eos_ids:
                 self.reason = "eos"
             elif stopped or (self._stop_when is not None and self._stop_when([*self._tokens, *tokens[:count]])):

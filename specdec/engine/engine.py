@@ -24,7 +24,6 @@ from specdec.drafter import warm_up
 from specdec.drafting.registry import DrafterSpec, make_drafter, parse_drafter
 from specdec.engine.conversations import answer_end
 from specdec.engine.decoding import Decoding
-from specdec.engine.learning import Learning
 from specdec.engine.prediction import prediction_ids
 from specdec.engine.prompt import Prompt, is_chat, token_ids
 from specdec.engine.requests import BatchOptions, Options, Request, make_requests
@@ -52,8 +51,6 @@ from specdec.target import Target
 
 __all__ = ["Decoding", "Engine", "Prompt"]
 
-_ANY = 1 << 62  # row limit of a forward that only the draft's own limit bounds
-
 
 class Engine(NotCopied):
     """A target, its tokenizer and a drafter.
@@ -75,7 +72,7 @@ class Engine(NotCopied):
     Attributes:
         live: the live cost curve, or None.
         fallback: decides whether drafting pays at all; None without a live curve.
-        step_kinds: the kinds of steps that were taken, see :class:`specdec.engine.learning.Learning`.
+        step_kinds: the kinds of steps that were taken, see :class:`specdec.engine.decoding.Learning`.
 
     Raises:
         ConfigError: unknown drafter or option, or a size that is not positive.
@@ -138,7 +135,7 @@ class Engine(NotCopied):
         Recorded are the buckets of up to ``max_rows`` rows of one sequence, of several up to 64 rows together, and the
         passes of drafters that run a model; a chunk of a prompt is launched. On a CPU there is nothing to do.
         """
-        if not device_copies.is_apart(self.target.device):
+        if not self.target.launches:
             return
         began, rows = perf_counter(), min(self.max_rows if self.drafter.proposes else 1, MOST_REPLAYED)
         self.target.warm_up(rows, sequences=sequences, taps=self.drafter.taps)
@@ -276,7 +273,7 @@ class Engine(NotCopied):
                 "policy": self.policy,
                 "a step of 2, 4, 8 rows": " / ".join(f"{steps[rows]:.2f}" for rows in (2, 4, 8)) + " plain steps",
                 "known from": source_of(curve, self.policy if self._by_file else None),
-                "warm-up": self._warmed if self.target.device.type == "cuda" else None,
+                "warm-up": self._warmed if self.target.launches else None,
             },
         }
 
@@ -471,12 +468,6 @@ class Engine(NotCopied):
     def begin(self, request: Request) -> Decoding:
         """Start the generation of a prepared request: make its cache and its drafting session."""
         return Decoding(self.predicting() if request.prediction else self, request)
-
-    def advance(self, decoding: Decoding) -> None:
-        """Take one step of one generation by itself; raises what ended it."""
-        for _, outcome in Learning(self.target, self.live, self.step_kinds).step((decoding,), _ANY):
-            if isinstance(outcome, Exception):
-                raise outcome
 
     def prepare(self, request: Request) -> Request:
         """Prepare a request for ``begin``: its prompt becomes token ids, and every option is checked and filled in.

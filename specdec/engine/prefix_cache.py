@@ -12,8 +12,9 @@ has the target run what lacks hidden states.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from specdec.target import Target
 __all__ = ["KeptText", "PrefixCache", "alike"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KeptText:
     """A text that is being decoded or was, as far as it went.
 
@@ -74,25 +75,24 @@ class KeptText:
         most = min(alike(self.tokens, other.tokens), len(other.tokens) - 1, known)
         return other.cache.points(self.cache, most)
 
-    def give(self, other: KeptText) -> dict[int, torch.Tensor] | None:
-        """Fill a new text's empty cache with what it has in common; the hidden states that are known of these tokens.
+    def take(self, texts: Iterable[KeptText], least: int = 0) -> dict[int, torch.Tensor] | None:
+        """Fill its empty cache with the beginning that it shares with one of these texts, the longest that there is.
 
-        None where there is nothing to give.
+        Returns:
+            The hidden states [n, D] of the first n of these tokens, those of which all its layers' are known; None
+            where no text shares more than ``least`` tokens.
         """
-        count = self.shared(other)
-        return self.hidden(other.taps, count) if count and other.cache.take(self.cache, count) else None
-
-    def hidden(self, layers: Collection[int], count: int) -> dict[int, torch.Tensor]:
-        """Hidden states [n, D] of the first n <= ``count`` tokens of which all these layers' are known."""
-        count = min(count, self._seen(layers))
-        return {layer: torch.cat(self.taps[layer])[:count].clone() for layer in layers} if count else {}
+        for count, other in sorted([(one.shared(self), one) for one in texts], key=itemgetter(0), reverse=True):
+            if count <= least:
+                break
+            if self.cache.take(other.cache, count):
+                known = min(count, other._seen(self.taps))
+                return {layer: torch.cat(other.taps[layer])[:known].clone() for layer in self.taps if known}
+        return None
 
     def _seen(self, layers: Collection[int]) -> int:
         """How many tokens all these layers' hidden states are known of, from the first one on."""
         return min([self.known.get(layer, 0) for layer in layers], default=sys.maxsize)
-
-    def end(self) -> None:
-        """Be told that the text goes on no more."""
 
 
 def alike(one: Sequence[int], other: Sequence[int]) -> int:
@@ -134,7 +134,14 @@ class PrefixCache(NotCopied):
         return self.__copy__()
 
     def begin(
-        self, target: Target, cache: KVCache, tokens: Sequence[int], taps: Collection[int], *, forgoes: bool = False
+        self,
+        target: Target,
+        cache: KVCache,
+        tokens: Sequence[int],
+        taps: Collection[int],
+        *,
+        forgoes: bool = False,
+        salt: str = "",
     ) -> tuple[KeptText, dict[int, torch.Tensor]]:
         """Fill a new text's empty cache with the known part of its beginning, and keep the new text from now on.
 
@@ -142,21 +149,20 @@ class PrefixCache(NotCopied):
             target, cache, tokens: of the new text.
             taps: the layers whose hidden states are wanted.
             forgoes: whether tokens are copied, too, whose hidden states are not known.
+            salt: see :class:`KeptText`.
 
         Returns:
             The kept text, and the hidden states that are known of the copied tokens: layer -> [n, D], of the first n.
         """
         none: dict[int, list[torch.Tensor]] = {layer: [] for layer in taps}
-        version = target.version()
-        text = self._new(target=target, version=version, cache=cache, tokens=tokens, taps=none, forgoes=forgoes)
+        text = KeptText(target, target.version(), cache, tokens, none, forgoes=forgoes, salt=salt)
         text.begin(hidden := self._taken(text))
         return text, hidden
-
-    def _new(self, **text: Any) -> KeptText:
-        """A text that begins; ``text``: its attributes."""
-        return KeptText(**text)
 
     def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
         """Fill a text's empty cache with what is known of its beginning, and keep the text; the hidden states."""
         former, self._kept = self._kept, text
-        return (former and former.give(text)) or {}
+        return text.take([former] if former is not None else []) or {}
+
+    def keep(self, text: KeptText) -> None:
+        """Have a text that goes on no more; the latest one is kept from its beginning on."""

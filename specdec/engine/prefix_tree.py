@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from threading import RLock
 from typing import Any, NoReturn
@@ -98,27 +98,17 @@ class _Node:
         return upper
 
 
-class _Text(KeptText):
-    """A text that tells its tree when it has ended."""
-
-    __slots__ = ("__weakref__", "tree")
-    tree: PrefixTree
-
-    def end(self) -> None:
-        self.tree.keep(self)
-
-
 class _Salted(PrefixCache):
     """A tree for the texts of one salt."""
 
     def __init__(self, tree: PrefixTree, salt: str) -> None:
         self._tree, self._salt = tree, salt
 
-    def _new(self, **text: Any) -> KeptText:
-        return self._tree._new(**text, salt=self._salt)
+    def begin(self, *text: Any, **options: Any) -> tuple[KeptText, dict[int, torch.Tensor]]:
+        return self._tree.begin(*text, **options, salt=self._salt)
 
-    def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
-        return self._tree._taken(text)
+    def keep(self, text: KeptText) -> None:
+        self._tree.keep(text)
 
 
 @dataclass(slots=True, eq=False)
@@ -188,22 +178,15 @@ class PrefixTree(PrefixCache):
         """
         return _Salted(self, salt) if salt else self
 
-    def _new(self, **text: Any) -> KeptText:
-        made = _Text(**text)
-        object.__setattr__(made, "tree", self)
-        return made
-
     def _taken(self, text: KeptText) -> dict[int, torch.Tensor]:
         with self._lock:
             self._sweep()
             hidden = self._take(text)
             self._running = [one for one in self._running if one.known.cache is not text.cache]  # where it looks again
-            same = text.target, text.version, text.cache, text.tokens, text.taps, text.known
-            self._running.append(_Running(KeptText(*same, salt=text.salt), weakref.ref(text)))
+            self._running.append(_Running(replace(text), weakref.ref(text)))
         return hidden
 
     def keep(self, text: KeptText) -> None:
-        """Have what was run of a text that goes on no more."""
         with self._lock:
             self._running = [one for one in self._running if one.known.cache is not text.cache]
             if text.version == text.target.version():
@@ -231,11 +214,8 @@ class PrefixTree(PrefixCache):
     def _take(self, text: KeptText) -> dict[int, torch.Tensor]:
         """Fill a text's empty cache with the longest beginning that is known; the hidden states of these tokens."""
         path, count = self._path(text)
-        for running in sorted(self._running, key=lambda one: one.known.shared(text), reverse=True):
-            if running.known.shared(text) <= count:
-                break
-            if (hidden := running.known.give(text)) is not None:
-                return hidden
+        if (hidden := text.take((running.known for running in self._running), count)) is not None:
+            return hidden
         self._clock += 1
         for node in path:
             node.used = self._clock

@@ -20,12 +20,10 @@ from time import perf_counter
 from typing import Protocol
 
 from specdec.drafting.registry import DrafterSpec, parse_drafter
-from specdec.engine.decoding import Decoding
-from specdec.engine.decoding import Host as DecodingHost
-from specdec.engine.learning import Learning
+from specdec.engine.decoding import Decoding, Learning
 from specdec.engine.prefix_tree import PrefixTree
 from specdec.engine.requests import Request
-from specdec.engine.setup import cache_sizes
+from specdec.engine.setup import Setup, cache_sizes
 from specdec.errors import ConfigError
 from specdec.results import Chunk, Generation, Statistics, Step
 from specdec.settings.arguments import checked
@@ -36,7 +34,7 @@ __all__ = ["Event", "Handle", "Scheduler"]
 _STEP_ROWS = 256  # as many as keep a CPU's products fast; a larger chunk only makes the others wait
 
 
-class Host(DecodingHost, Protocol):
+class Host(Setup, Protocol):
     """The attributes of an engine that a scheduler uses."""
 
     def prepare(self, request: Request) -> Request:
@@ -161,7 +159,7 @@ class Scheduler(NotCopied):
         self._cancelled: set[int] = set()
         self._next: _Waiting | None = None
         self._running: dict[Decoding, _Waiting] = {}  # as they were admitted, with what they were before
-        self._learning = Learning(engine.target, engine.live, engine.step_kinds)
+        self._learning = Learning(engine)
 
     def submit(self, request: Request) -> Handle:
         """Put a request in line; it joins the others at the next step that has room for it.
@@ -215,7 +213,7 @@ class Scheduler(NotCopied):
     @property
     def cache_bytes(self) -> int:
         """Bytes that the caches of the running sequences hold now."""
-        return sum(decoding.sequence.cache_bytes for decoding in self._running)
+        return sum(decoding.sequence.context.cache.nbytes for decoding in self._running)
 
     def _drop_cancelled(self) -> list[Event]:
         """Remove requests that were cancelled since the last step; returns their events."""
@@ -269,7 +267,8 @@ class Scheduler(NotCopied):
         room = self._engine.target.cache_room() if self._running else None
         if room is None:
             return True
-        growth = sum(max(0, one.bytes - decoding.sequence.cache_bytes) for decoding, one in self._running.items())
+        held_now = ((decoding.sequence.context.cache, one.bytes) for decoding, one in self._running.items())
+        growth = sum(max(0, most - cache.nbytes) for cache, most in held_now)
         return bool(growth + waiting.bytes <= room)
 
     def _share(self, held: int) -> None:

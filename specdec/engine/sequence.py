@@ -20,11 +20,10 @@ from specdec.engine.ending import Ending
 from specdec.engine.prefix_cache import KeptText, PrefixCache
 from specdec.engine.requests import Request
 from specdec.engine.setup import Pricing, Setup, cache_sizes, context_of
-from specdec.engine.verification import Verifying, may_accept, told, verifying
+from specdec.engine.verification import may_accept, verifying
 from specdec.results import TokenLogprobs
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.verify import Verdict, match, verifier_for, verify
-from specdec.step import device_copies
+from specdec.sampling.verify import Judge, Verdict, match, verifier_for, verify
 from specdec.step.forward_passes import Passes, waiting_for
 from specdec.step.step_io import NOTHING, StepInput, Wanted
 from specdec.step.step_output import StepOutput
@@ -44,7 +43,7 @@ class ScheduledRows:
         asked: whether the drafting session proposed the draft. A plain step while drafting rests is shown to the
             session as a chunk of the prompt is.
         reads: whether verification reads the rows from a device.
-        verifying: the verification that waits for numbers of the device.
+        judge: the verification that waits for numbers of the device.
         numbers: these, once they are copied.
         accepted: the path that verification found, before the text's end cut it.
     """
@@ -54,7 +53,7 @@ class ScheduledRows:
     draft: Draft | None = None
     asked: bool = False
     reads: bool = False
-    verifying: Verifying | None = None
+    judge: Judge | None = None
     numbers: list[list[Any]] | None = None
     accepted: Sequence[int] = ()
 
@@ -79,7 +78,7 @@ class SequenceState:
 
     Attributes:
         context: text, cache, sampling and bounds, as the drafting session sees them. The sampler reads the same text.
-        drafter, session, ending: of the sequence; the last has its text and decides where it ends.
+        drafter, session, ending: of the sequence; the last makes its text and decides where it ends.
         draws: whether its tokens are sampled.
         prefilling: whether tokens of the prompt before the last one have still to be run.
         reused: tokens of the prompt that came from a prefix cache.
@@ -107,10 +106,9 @@ class SequenceState:
         self._asks = drafter.proposes or self._tells
         self._batched = isinstance(self.session, BatchedSession)
         # What several processes judge together, each judges on the host.
-        apart = device_copies.is_apart(target.device) and device_copies.is_apart(target.head_device)
-        self._apart = apart and not target.shared
+        self._apart = target.launches and not target.shared
         self._reads = self._apart and self._sampler.takes_together
-        self._by_argmax = not (self.draws or self._sampler.processors or sampling.acceptance == "typical")
+        self._by_argmax = self._sampler.greedy and sampling.acceptance != "typical"
         self._reader = self.session if self._apart and isinstance(self.session, ReadbackSession) else None
         self._forgoes = isinstance(self.session, RestingSession)
         self._root = Draft.root(0)  # of all plain steps, each of which has its token
@@ -177,11 +175,6 @@ class SequenceState:
         """Whether it drafts in the next step; otherwise its prompt is run, or its draft waits for room."""
         return self.scheduled is None and not self.prefilling
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the target's cache."""
-        return self.context.cache.nbytes
-
     def chunk(self, most: int, resting: Rest) -> ScheduledRows:
         """The next tokens of the prompt, at most ``most``."""
         cache = self.context.cache
@@ -228,6 +221,7 @@ class SequenceState:
         context, sampler = self.context, self._sampler
         if draft.on_device is not None and (sampler.reads_drafts or not self._apart):
             draft.on_host()
+        tokens: Any = draft.tokens if draft.on_device is None else draft.on_device
         scored, draws, accept = draft.scored_rows() if draft.probes else None, None, None
         decides: Sequence[bool] = ()
         unread: Sequence[Sequence[int] | None] = ()
@@ -239,7 +233,6 @@ class SequenceState:
             unread = (sampler.unread if self._reads else None,)
         logits = None if scored is None else np.array(scored, dtype=np.int64)
         wanted = Wanted(logits, top_k, taps, draws, accept, decides, unread)
-        tokens = draft.tokens if draft.on_device is None else draft.on_device
         tree = None if draft.is_chain else draft.tree
         step = StepInput.of(context.cache, tokens, tree, wanted=wanted, entering=draft.entry)
         return ScheduledRows(self, step, draft, asked, self._reads)
@@ -261,8 +254,8 @@ class SequenceState:
         assert draft is not None
         if self._by_argmax and reader is None and draft.on_device is None:
             return []
-        rows.verifying = verifying(draft, rows.step, output, self._sampler, reader)
-        return next(rows.verifying)
+        tensors, rows.judge = verifying(draft, rows.step, output, self._sampler, reader)
+        return tensors
 
     def verify(self, rows: ScheduledRows, output: StepOutput) -> Verdict:
         """The accepted rows and the emitted tokens, cut where the text ends; for a chunk all of its rows."""
@@ -270,12 +263,11 @@ class SequenceState:
             return Verdict(range(rows.step.rows), rows.step.ids.tolist())
         if rows.reads and rows.numbers is None:
             rows.numbers = output.fetch(*self.read(rows, output), top_k=rows.step.wanted.top_k)
-        if rows.verifying is None or rows.numbers is None:
-            verdict = verify(rows.draft, output, self._sampler)
-        else:
-            verdict = told(rows.verifying, rows.numbers)
-        rows.accepted = verdict.path
-        verdict.cut(self.ending.cut(verdict.tokens))
+        verdict = verify(rows.draft, output, self._sampler) if rows.judge is None else rows.judge(rows.numbers or [])
+        rows.accepted, tokens, ending = verdict.path, verdict.tokens, self.ending
+        left = ending.most - len(self.context.tokens)
+        if ending.watches or len(tokens) >= left or not ending.ends.isdisjoint(tokens):
+            verdict.cut(ending.cut(tokens))
         if self._top is not None:
             self.logprobs += output.logprobs(verdict.path, verdict.tokens, self._top)
         return verdict
@@ -296,8 +288,8 @@ class SequenceState:
     def observe(self, rows: ScheduledRows, verdict: Verdict, output: StepOutput) -> None:
         """Show the drafting session what became of its draft."""
         if self.finish_reason is not None:
-            if self._kept is not None:
-                self._kept.end()
+            if self._kept is not None and self._prefix_cache is not None:
+                self._prefix_cache.keep(self._kept)
             return
         if not rows.asked:
             if rows.step.wanted.hidden:

@@ -3,7 +3,7 @@
 One sequence is a batch of one. Each sequence has its own cache, drafting session and noise, so its text does not depend
 on the others. A sequence whose prompt has not been run completely has a chunk of the prompt in place of a draft.
 
-A step has no clock and keeps no account: :mod:`specdec.engine.learning` times it from outside, and reads its results.
+A step has no clock and keeps no account: it is timed, and its results are read, in :mod:`specdec.engine.decoding`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def forward(
             return []
         return [pair for rows in batch for pair in forward(run, [rows], results)]
     ran = [*zip(batch, outputs, strict=True)]
-    fetch([pair for pair in ran if pair[0].reads])
+    if reading := [pair for pair in ran if pair[0].reads]:
+        fetch(reading)
     return ran
 
 

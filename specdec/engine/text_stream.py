@@ -78,11 +78,6 @@ class TextStream:
         self._end: int | None = None  # of the text, where a stop string ended it
 
     @property
-    def watches(self) -> bool:
-        """Whether a token may complete a stop string, so that each has to be pushed by itself."""
-        return bool(self._stop)
-
-    @property
     def stopped(self) -> bool:
         """Whether a stop string was completed."""
         return self._end is not None

@@ -8,7 +8,7 @@ there for all rows. The numbers that verification and the drafter read come back
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,12 @@ import torch
 
 from specdec.drafter import DeviceStep, ReadbackSession
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.verify import Verdict, longest, match, place_of, reject, rejecting, verifier_for
+from specdec.sampling.verify import Judge, Verdict, longest, match, place_of, reject, rejecting, verifier_for
 from specdec.step.step_io import StepInput
 from specdec.step.step_output import StepOutput, finite_argmax
 from specdec.step.tree import Draft
 
-__all__ = ["Verifying", "decide", "may_accept", "told", "verifying"]
-
-Verifying = Generator[list[torch.Tensor], list[list[Any]], Verdict]
-"""Yields the tensors to copy to the host, is sent the numbers of each, and returns the verdict."""
+__all__ = ["decide", "may_accept", "verifying"]
 
 Marks = npt.NDArray[np.bool_] | None  # [T]
 
@@ -48,10 +45,13 @@ def may_accept(draft: Draft, sampler: Sampler, *, walks: bool) -> tuple[Marks, b
 
 def verifying(
     draft: Draft, step: StepInput, output: StepOutput, sampler: Sampler, session: ReadbackSession | None
-) -> Verifying:
-    """Verify a sequence's draft as :func:`specdec.sampling.verify.verify` does, without a copy of its own.
+) -> tuple[list[torch.Tensor], Judge]:
+    """Begin to verify a sequence's draft as :func:`specdec.sampling.verify.verify` does, without a copy of its own.
 
     ``sampler``: one that ``takes_together``. ``session``: what reads numbers back; None for none.
+
+    Returns:
+        The tensors to copy to the host, and a function from their numbers to the verdict.
     """
     rule = verifier_for(sampler.params, draft, sampling=sampler.sample)
     drawn = rule is match and sampler.draws_there and output.picked is not None  # with the logits
@@ -63,25 +63,19 @@ def verifying(
         read, judge = (rejecting if rule is reject else _typical)(draft, output, sampler)
     asked = None if session is None or rule is not match else session.readback(_ended(step, output, own, drawn))
     tensors = [own, *read, draft.on_device, asked]
-    numbers = iter((yield [tensor for tensor in tensors if tensor is not None]))
-    if own is not None:
-        output.own = next(numbers)
-    judged = [next(numbers) for _ in read]
-    if draft.on_device is not None:
-        draft.on_host(next(numbers))
-    verdict = rule(draft, output, sampler) if judge is None else judge(judged)
-    verdict.readback = next(numbers, None)
-    return verdict
 
-
-def told(waiting: Verifying, numbers: list[list[Any]]) -> Verdict:
-    """The verdict by the numbers that it waits for."""
-    try:
-        waiting.send(numbers)
-    except StopIteration as done:
-        verdict: Verdict = done.value
+    def told(found: Sequence[list[Any]]) -> Verdict:
+        numbers = iter(found)
+        if own is not None:
+            output.own = next(numbers)
+        judged = [next(numbers) for _ in read]
+        if draft.on_device is not None:
+            draft.on_host(next(numbers))
+        verdict = rule(draft, output, sampler) if judge is None else judge(judged)
+        verdict.readback = next(numbers, None)
         return verdict
-    raise AssertionError("it waits once")
+
+    return [tensor for tensor in tensors if tensor is not None], told
 
 
 def _process(draft: Draft, output: StepOutput, sampler: Sampler) -> list[int]:
@@ -123,9 +117,7 @@ def decide(sampler: Sampler, output: StepOutput, depths: Sequence[int]) -> torch
     return finite_argmax(logits)
 
 
-def _typical(
-    draft: Draft, output: StepOutput, sampler: Sampler
-) -> tuple[list[torch.Tensor], Callable[[Sequence[list[Any]]], Verdict]]:
+def _typical(draft: Draft, output: StepOutput, sampler: Sampler) -> tuple[list[torch.Tensor], Judge]:
     """The tensors that ``typical`` reads, and its verdict; the target's tokens are decided already."""
     below = draft.children()
     above = [row for row in range(len(draft)) if below[row]]

@@ -32,6 +32,9 @@ class Sampler:
         processors: further processors in transformers' form, or a :class:`specdec.sampling.grammar.Grammar`, applied
             before those of ``params``.
         sample: draw (True) or take the largest (False); None follows the temperature.
+
+    Attributes:
+        greedy: whether its token after a row is the argmax of the row's logits, whatever the text.
     """
 
     def __init__(
@@ -48,13 +51,13 @@ class Sampler:
         self.noise = Noise(params.seed, vocab_size, device)
         begun = [States(one, tokens) if isinstance(one, Grammar) else one for one in processors]
         self.processors: list[Any] = [*begun, *params.processors()]
+        self.greedy = not (self.sample or self.processors)
         self._all_free = all(type(p) in FREE for p in self.processors)
         self.takes_together = all(map(takes_rows, self.processors))
         # Processors that are called row by row, and a grammar's states, need tokens on the host.
         self.reads_drafts = not self.takes_together or any(isinstance(p, States) for p in self.processors)
         last: Any = self.processors[-1] if self.processors else None
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
-        plain = plain and not device_copies.is_apart(device)  # there every number that is read is a wait
         self._top_p: float | None = last.top_p if plain else None
         only = type(last) is TemperatureLogitsWarper and len(self.processors) == 1
         self._temperature: float | None = last.temperature if only else None if self.processors else 1.0
@@ -114,7 +117,7 @@ class Sampler:
 
     def token(self, output: StepOutput, row: int, path: Sequence[int]) -> int:
         """The target's token after ``path`` (tokens below the root), from the logits of ``row``."""
-        if not self.processors and not self.sample:
+        if self.greedy:
             return output.argmax(row)
         try:
             own = output.decided(row)

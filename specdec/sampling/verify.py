@@ -33,6 +33,7 @@ from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
 
 __all__ = [
+    "Judge",
     "Verdict",
     "Verifier",
     "longest",
@@ -67,6 +68,8 @@ class Verdict:
 
 
 Verifier = Callable[[Draft, StepOutput, Sampler], Verdict]
+Judge = Callable[[Sequence[list[Any]]], Verdict]
+"""From numbers of a step, once they are on the host, to its verdict."""
 
 
 def verifier_for(params: SamplingParams, draft: Draft, *, sampling: bool) -> Verifier:
@@ -88,12 +91,13 @@ def verify(draft: Draft, output: StepOutput, sampler: Sampler) -> Verdict:
 
 def match(draft: Draft, output: StepOutput, sampler: Sampler) -> Verdict:
     """Follow the target's own tokens through the draft."""
-    end, path, tokens = 0, [0], [sampler.token(output, 0, [])]
+    greedy = sampler.greedy  # then the sampler need not be asked
+    end, path, tokens = 0, [0], [output.argmax(0) if greedy else sampler.token(output, 0, [])]
     proposed, parents, probes = draft.tokens, draft.parents, draft.probes
     for row in range(1, len(proposed)):  # children come after their parents
         if parents[row] == end and proposed[row] == tokens[-1] and row not in probes:
             path.append(row)
-            tokens.append(sampler.token(output, row, tokens))
+            tokens.append(output.argmax(row) if greedy else sampler.token(output, row, tokens))
             end = row
     return Verdict(path, tokens)
 
@@ -106,24 +110,23 @@ def reject(draft: Draft, output: StepOutput, sampler: Sampler) -> Verdict:
     is ``(alpha p - q)+``, with mass R: p becomes its normalisation, alpha becomes ``R / (R + 1 - alpha)``, and x is
     removed from q. The root has alpha 1 and keeps it.
     """
-    tensors, judge = rejecting(draft, output, sampler)
+    tensors, judge = rejecting(draft, output, sampler, ahead=False)
     return judge(device_copies.copy_out(tensors))
 
 
 def rejecting(
-    draft: Draft, output: StepOutput, sampler: Sampler
-) -> tuple[list[torch.Tensor], Callable[[Sequence[list[Any]]], Verdict]]:
+    draft: Draft, output: StepOutput, sampler: Sampler, *, ahead: bool = True
+) -> tuple[list[torch.Tensor], Judge]:
     """The tensors that ``reject`` reads, still on their device, and a function from their numbers to the verdict.
 
-    No row's numbers depend on a coin. The function needs the draft's tokens and waits for them.
+    No row's numbers depend on a coin. The function needs the draft's tokens. ``ahead``: the bonus tokens of all rows
+    are among the tensors, so that the function reads no more.
     """
     traversal = _Traversal(draft, output, sampler)
     position, order, none = len(sampler.tokens), [*traversal.left], traversal.sums[0][:0]
     every = traversal.alphas, traversal.sums, traversal.masses, traversal.totals, traversal.least
     tensors = [torch.cat([none, *numbers.values()]) for numbers in every]
-    if apart := device_copies.is_apart(
-        none.device
-    ):  # bonus tokens of all rows, so that nothing is read after a row is kept
+    if ahead:
         rows = torch.stack([*traversal.left.values()])
         tensors.append(sampler.noise.draws(rows, position, Noise.COIN, [len(draft) + row for row in order]))
 
@@ -146,7 +149,7 @@ def rejecting(
         coin = partial(sampler.noise.uniform, position, Noise.COIN)
         chances = zip(order, numbers[0], strict=True)
         kept = next(row for row, alpha in chances if row == 0 or coin(row) < alpha)
-        if apart:
+        if ahead:
             bonus = numbers[-1][order.index(kept)]
         else:
             bonus = sampler.noise.draw(traversal.left[kept], position, Noise.COIN, len(draft) + kept)

@@ -214,7 +214,7 @@ class StepInput:
         if tree is not None:
             parents, depths = (np.array(own[:last], dtype=np.int32) for own in tree)
             deepest = max(tree[1][first:last])
-        own: Any = tokens if _is_tensor(tokens) else np.array(tokens, dtype=np.int64)
+        own: Any = tokens if hasattr(tokens, "data_ptr") else np.array(tokens, dtype=np.int64)  # a tensor of torch
         if entering is not None:
             layer: Any = entering.layer
             entering = Entering((layer,), (entering.hidden,))
@@ -257,11 +257,7 @@ class StepInput:
         if type(tokens) is np.ndarray:
             return tokens
         parts = tokens if type(tokens) is list else [tokens]
-        return np.concatenate([np.array(own.tolist() if _is_tensor(own) else own, dtype=np.int64) for own in parts])
-
-
-def _is_tensor(tokens: Any) -> bool:
-    return hasattr(tokens, "data_ptr")  # of torch, which is not imported here
+        return np.concatenate([np.array(own.tolist(), dtype=np.int64) for own in parts])
 
 
 @lru_cache(maxsize=256)

@@ -267,7 +267,7 @@ def test_several_at_once_write_what_one_by_one_writes(
         widths.append(len(steps))
         return run_steps(target, steps)
 
-    monkeypatch.setattr("specdec.engine.clocks.run_steps", forward)
+    monkeypatch.setattr("specdec.engine.decoding.run_steps", forward)
     runner = make(batch=[2], drafters=["none", "prompt_lookup"], systems=SYSTEMS)
     assert [system.label for system in runner.systems] == LABELS
     assert runner.manifest["left_out"] == {"transformers_lookup@2": "transformers_lookup answers one prompt at a time"}

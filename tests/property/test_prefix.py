@@ -221,7 +221,7 @@ class Talks(RuleBasedStateMachine):
         with self.target.active():
             for _ in range(chunks):
                 if decoding.sequence.prefilling:
-                    engine.advance(decoding)
+                    decoding.advance()
         self.open.append(Open(decoding, text, expected))
         self.texts.append(text)
 

@@ -12,7 +12,7 @@ from specdec import Context, DraftSession, Engine, SamplingParams
 from specdec.costs.curve import CostCurve
 from specdec.costs.live_curve import LiveCosts
 from specdec.costs.prices import UNBATCHED, BatchLoad, Prices
-from specdec.engine import clocks, learning
+from specdec.engine import clocks, decoding
 from specdec.step import device_copies
 from tests.fakes import Reciter
 from tests.models import prompt_of
@@ -124,7 +124,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_curve_follows_forwards_and_on_a_device_whole_steps(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the host's clock sees only what a forward takes to launch, and the copy out waits for it."""
     now, noted = [0.0], list[float]()
-    for module in (learning, clocks):
+    for module in (decoding, clocks):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
 
     def taking(seconds: float, function: Any) -> Any:

@@ -17,7 +17,7 @@ from drafters.medusa.drafter import Medusa, MedusaConfig
 from drafters.union.drafter import Union, UnionConfig
 from specdec import Draft, Engine, Generation, Observation, SamplingParams, SpecdecWarning, TransformersTarget
 from specdec.drafter import BatchedSession, Context, Drafter, DrafterBase
-from specdec.engine import clocks, decoding, learning
+from specdec.engine import clocks, decoding
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
 from specdec.engine.clocks import TimedDrafter
@@ -311,12 +311,13 @@ def test_time_is_shared_and_others_time_not_counted(monkeypatch: pytest.MonkeyPa
         with pytest.raises(StopIteration) as done:
             passes.send(answer)
         assert done.value.value == f"got {rows}"
-    assert [drafter.drafting.take().seconds for drafter in drafters] == [1 + 8 / 4 + 2] * 4
+    assert [drafter.drafting.seconds for drafter in drafters] == [1 + 8 / 4 + 2] * 4
+    drafters[0].drafting.clear()
     with pytest.raises(StopIteration) as done:
         next(waiting_for(sessions[0].passes(5), together=False))  # runs it here and now
     assert done.value.value == "got 5"
     sessions[0].observe(None)
-    assert drafters[0].drafting.take().seconds == 1 + 8 + 2 + 4
+    assert drafters[0].drafting.seconds == 1 + 8 + 2 + 4
     assert next(waiting_for(sessions[0].passes(9), together=False)).batch_invariant
     assert not any(hasattr(sessions[0], further) for further in ("readback", "sources"))
 
@@ -329,7 +330,7 @@ def test_a_step_s_drafting_is_its_own_and_its_share_of_passes(monkeypatch: pytes
         clock[0] += seconds
         return result
 
-    for module in (batches, decoding, learning, engines, clocks):
+    for module in (batches, decoding, engines, clocks):
         monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(Doubling, "double", lambda self, tokens: takes(8, double(self, tokens)))
     engine = Engine(Reciter(lambda text: 50), None, Doubling(lambda _: takes(1)), max_rows=8)

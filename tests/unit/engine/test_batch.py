@@ -18,7 +18,7 @@ from specdec import Context, Draft, Engine, SamplingParams, SpecdecWarning
 from specdec.costs.curve import roofline
 from specdec.costs.policy import AcceptancePolicy
 from specdec.costs.prices import UNBATCHED, BatchLoad
-from specdec.engine import clocks, decoding, learning
+from specdec.engine import clocks, decoding
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
 from specdec.engine.requests import Request
@@ -101,7 +101,7 @@ def test_a_beginning_is_the_prompt_s_time_and_a_draft_the_step_s(batch: int, mon
         clock[0] += seconds
         return result
 
-    for module in (batches, decoding, learning, engines, clocks):
+    for module in (batches, decoding, engines, clocks):
         monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     encode, start = Engine.encode, Several.start
     monkeypatch.setattr(Engine, "encode", lambda self, prompt: takes(10, encode(self, prompt)))

@@ -10,7 +10,7 @@ import torch
 
 from specdec import Engine, SamplingParams
 from specdec.costs.live_curve import LiveCosts
-from specdec.engine import clocks, learning
+from specdec.engine import clocks, decoding
 from specdec.step.first_time import FirstTimes
 from tests import seam
 from tests.launching import fused, launch
@@ -24,7 +24,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        for module in (learning, clocks):
+        for module in (decoding, clocks):
             patch.setattr(module, "perf_counter", lambda: self.now)
 
     def taking(self, seconds: Callable[..., float], function: Any) -> Any:

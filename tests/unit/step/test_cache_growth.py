@@ -59,7 +59,7 @@ def test_memory_follows_the_text_and_not_the_promise() -> None:
         decoding.prefill()
         steps = [decoding.step().tokens[0] for _ in range(3)]
     assert steps == expected
-    assert decoding.sequence.cache_bytes == 1024 * 3 * 2 * 2 * 8 * 8
+    assert decoding.sequence.context.cache.nbytes == 1024 * 3 * 2 * 2 * 8 * 8
 
 
 @pytest.mark.few(1)

@@ -23,7 +23,7 @@ from drafters.kangaroo.drafter import Kangaroo, KangarooSession
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.costs.curve import roofline
 from specdec.drafter import DeviceStep
-from specdec.engine import clocks, decoding, learning
+from specdec.engine import clocks, decoding
 from specdec.engine import sequence as sequence_module
 from specdec.engine.verification import decide, may_accept, verifying
 from specdec.errors import ConfigError, NumericalError
@@ -254,7 +254,7 @@ def test_one_copy_in_and_one_out_for_all_sequences(
     each = [samplings[at % len(samplings)] for at in range(count)]
     engine = Engine(target, None, choices[0], max_rows=24, costs=roofline("cpu"))
     expected = [engine.generate(prompt, 6, params).token_ids for prompt, params in zip(prompts, each, strict=True)]
-    mode, step, counted = request.getfixturevalue("transfers"), learning.step, []
+    mode, step, counted = request.getfixturevalue("transfers"), decoding.step, []
 
     def counting(sequences: Any, *arguments: Any, **options: Any) -> Any:
         mode.counts.clear()
@@ -264,7 +264,7 @@ def test_one_copy_in_and_one_out_for_all_sequences(
             counted.append((drafted, dict(mode.counts)))
         return results
 
-    monkeypatch.setattr(learning, "step", counting)
+    monkeypatch.setattr(decoding, "step", counting)
     with mode:
         found = engine.generate_batch(prompts, 6, each, batch=count)
     assert [one.token_ids for one in found] == expected
@@ -630,7 +630,7 @@ def test_prefill_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(target, "forward", launched)
     monkeypatch.setattr(device_copies, "wait", wait)
-    for module in (clocks, decoding, learning):
+    for module in (clocks, decoding):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     begun = engine.start(PROMPT, NEW)
     begun.stats.seconds.prefill = 0.0  # without what it took to begin

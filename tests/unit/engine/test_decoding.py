@@ -17,7 +17,7 @@ from specdec.costs.fallback import Fallback
 from specdec.costs.prices import Rest
 from specdec.drafter import RestingSession
 from specdec.drafting.registry import make_drafter
-from specdec.engine import clocks, decoding, learning
+from specdec.engine import clocks, decoding
 from specdec.engine import engine as engines
 from specdec.engine import scheduler as batches
 from specdec.native import library as native
@@ -64,12 +64,12 @@ def test_seconds_are_divided_among_what_took_them(batch: int, monkeypatch: pytes
 
         monkeypatch.setattr(owner, name, call)
 
-    for module in (batches, clocks, decoding, engines, learning):
+    for module in (batches, clocks, decoding, engines):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     taking(engine.target, "forward", 10)
     taking(Scripted, "propose", 1)
     taking(Scripted, "observe", 2)
-    taking(learning, "step", 4)
+    taking(decoding, "step", 4)
     found = engine.generate_batch([[1, 2], [3, 4]], 3, batch=batch) if batch else [engine.generate([1, 2], 3)]
     for one in found:
         spent = one.stats.seconds
