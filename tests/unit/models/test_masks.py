@@ -55,6 +55,8 @@ def new_model(kind: str, **options: Any) -> PreTrainedModel:
         ("Qwen2Moe", {"use_sliding_window": True, "layer_types": MIXED}),
         ("Qwen2Moe", {"use_sliding_window": False, "layer_types": MIXED[:1] * 3}),
         ("Phimoe", {}),
+        # recurrent layers, of which it has none, would read in chunks
+        ("GraniteMoeHybrid", {"layer_types": MIXED[:1] * 3, "mamba_n_heads": 4, "num_local_experts": 0}),
     ],
 )
 def test_windows_that_only_the_mask_knows(kind: str, options: dict[str, Any]) -> None:
