@@ -205,7 +205,7 @@ def test_a_layer_that_varies_is_told_of(
 
     def wrong(*given: Any) -> Any:
         done = right(*given)
-        if given[2]._obj.rows == rows:
+        if given[2].rows == rows:
             place = ctypes.c_uint16.from_address(given[4] + 6)
             place.value ^= 1
         return done
