@@ -25,6 +25,7 @@ from specdec.step import device_copies
 from tests.fakes import Reciter, Scripted
 from tests.models import new_model, prompt_of, settings_of, target_for, target_of
 from tests.tiers import each_once
+from tests.unit.costs.test_policy import curve_of
 
 PACKAGE = Path(specdec.__file__).parent
 TIMELESS = [*sorted((PACKAGE / "step").glob("*.py")), PACKAGE / "engine/sequence.py", PACKAGE / "engine/step.py"]
@@ -244,7 +245,7 @@ def test_after_a_long_rest_it_drafts_again(drafter: str, tmp_path: Path) -> None
     text = Engine(target).generate(prompt_of(20), 60).token_ids
     for options in settings_of(drafter, target, tmp_path):
         for asleep in (lambda calls: calls < 25, lambda calls: 2 < calls % 25 < 20):
-            engine = Engine(target, None, options, max_rows=24, prefill_chunk=8)
+            engine = Engine(target, None, options, max_rows=24, prefill_chunk=8, costs=curve_of(1e-9))
             engine.fallback = Asleep(asleep)
             found = engine.generate(prompt_of(20), 60)
             assert found.token_ids == text, options
@@ -260,7 +261,8 @@ def test_it_drafts_behind_a_text_that_was_kept_while_it_rested(drafter: str, tmp
     text = Engine(target).generate([*prompt, *first, 5], 24).token_ids
     for options in settings_of(drafter, target, tmp_path):
         for asleep in (lambda calls: True, lambda calls: calls > 5):
-            engine, kept = Engine(target, None, options, max_rows=24, prefill_chunk=8, policy="off"), PrefixCache()
+            kept, free = PrefixCache(), curve_of(1e-9)
+            engine = Engine(target, None, options, max_rows=24, prefill_chunk=8, policy="off", costs=free)
             engine.fallback = Asleep(asleep)
             assert engine.generate(prompt, 20, prefix_cache=kept).token_ids == first
             engine.fallback = None
