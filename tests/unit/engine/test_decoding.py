@@ -245,7 +245,7 @@ def test_after_a_long_rest_it_drafts_again(drafter: str, tmp_path: Path) -> None
     text = Engine(target).generate(prompt_of(20), 60).token_ids
     for options in settings_of(drafter, target, tmp_path):
         for asleep in (lambda calls: calls < 25, lambda calls: 2 < calls % 25 < 20):
-            engine = Engine(target, None, options, max_rows=24, prefill_chunk=8, costs=curve_of(1e-9))
+            engine = Engine(target, None, options, max_rows=24, prefill_chunk=8, costs=curve_of(row=1e-9))
             engine.fallback = Asleep(asleep)
             found = engine.generate(prompt_of(20), 60)
             assert found.token_ids == text, options
@@ -261,7 +261,7 @@ def test_it_drafts_behind_a_text_that_was_kept_while_it_rested(drafter: str, tmp
     text = Engine(target).generate([*prompt, *first, 5], 24).token_ids
     for options in settings_of(drafter, target, tmp_path):
         for asleep in (lambda calls: True, lambda calls: calls > 5):
-            kept, free = PrefixCache(), curve_of(1e-9)
+            kept, free = PrefixCache(), curve_of(row=1e-9)
             engine = Engine(target, None, options, max_rows=24, prefill_chunk=8, policy="off", costs=free)
             engine.fallback = Asleep(asleep)
             assert engine.generate(prompt, 20, prefix_cache=kept).token_ids == first
