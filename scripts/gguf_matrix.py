@@ -29,7 +29,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from specdec import TransformersTarget
 from specdec.errors import SpecdecError
 from specdec.native.library import library
-from tests.gguf_families import CONTEXT, DIM, FAMILIES, HEADS, KEYS, VOCABULARY, WIDTH, shapes_of, write_family
+from tests.gguf_families import (
+    CONTEXT,
+    DIM,
+    FAMILIES,
+    HEADS,
+    KEYS,
+    VOCABULARY,
+    WIDTH,
+    biases_of,
+    shapes_of,
+    write_family,
+)
 from tests.llama_cpp import LlamaCpp, apart
 from tests.models import logits_of
 
@@ -71,12 +82,6 @@ def _scaled(kind: str) -> dict[str, Any]:
     return {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
 
 
-def _biases(family: str) -> dict[str, tuple[int, ...]]:
-    sizes = {"attn_q": HEADS * DIM, "attn_k": KEYS * DIM, "attn_v": KEYS * DIM}
-    layers = range(FAMILIES[family].layers)
-    return {f"blk.{layer}.{name}.bias": (size,) for layer in layers for name, size in sizes.items()}
-
-
 def _command_r_plus() -> dict[str, tuple[int, ...]]:
     """The tensors of 64 layers, in which each head has a norm of its own."""
     own = {name: shape for name, shape in shapes_of("command-r").items() if name.startswith("blk.0.")}
@@ -96,12 +101,17 @@ def _without(family: str, layers: int) -> dict[str, None]:
 
 
 _FACTORS = {"rope_factors_long.weight": (DIM // 2,), "rope_factors_short.weight": (DIM // 2,)}
+_QKVO = ("mixtral", "granite", "granitemoe", "mistral3")  # that llama.cpp reads all biases of
+_QKV = (
+    *("llama", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "smollm3", "glm4", "olmo2", "olmoe"),
+    *("command-r", "cohere2", "exaone4", "ernie4_5", "hunyuan-dense", "hunyuan-moe"),
+)
 CASES = [
     *map(Case, FAMILIES),
     Case("llama", "frequencies divided one by one (Llama 3.1)", tensors={"rope_freqs.weight": (DIM // 2,)}),
     Case("llama", "head tied to the embedding", tensors={"output.weight": None}),
-    Case("llama", "biases of queries, keys and values", tensors=_biases("llama")),
-    Case("qwen3", "biases of queries, keys and values", tensors=_biases("qwen3")),
+    *(Case(family, "biases of queries, keys and values", tensors=biases_of(family)) for family in _QKV),
+    *(Case(family, "biases of attention", tensors=biases_of(family, output=True)) for family in _QKVO),
     *(Case(family, "linear scaling", _scaled("linear")) for family in ("llama", "qwen2", "gemma3")),
     *(
         Case(family, "YaRN", _scaled("yarn"))

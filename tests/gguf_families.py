@@ -183,6 +183,14 @@ def shapes_of(family: str) -> Shapes:
     return shapes
 
 
+def biases_of(family: str, *, output: bool = False) -> Shapes:
+    """The biases of an architecture's queries, keys and values; ``output``: and of attention's last product."""
+    keys = settings_of(family)["attention.head_count_kv"] * DIM
+    sizes = {"attn_q": _QUERIES, "attn_k": keys, "attn_v": keys, **({"attn_output": WIDTH} if output else {})}
+    layers = range(FAMILIES[family].layers)
+    return {f"blk.{layer}.{name}.bias": (size,) for layer in layers for name, size in sizes.items()}
+
+
 def write_family(
     path: Path,
     family: str,

@@ -29,6 +29,7 @@ from specdec.decoder.family_names import (
 )
 from specdec.decoder.family_parts import (
     KINDS,
+    added_biases,
     alike,
     biased_layer_norm,
     biased_mlp,
@@ -196,7 +197,7 @@ def _gemma3(settings: Settings) -> list[Layer]:
 
 
 def _mixtral(settings: Settings) -> list[Layer]:
-    attention = read_attention(settings, window=window_of(settings))
+    attention = read_attention(settings, bias=added_biases(settings), window=window_of(settings))
     return alike(settings, attention, read_experts(settings, "num_local_experts", "intermediate_size", norm=True))
 
 

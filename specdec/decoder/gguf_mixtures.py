@@ -23,6 +23,7 @@ def qwen2moe(said: GgufHeader) -> Fields:
 def qwen3moe(said: GgufHeader) -> Fields:
     own = experts(said, "qwen3_moe", "num_experts", width="moe_intermediate_size")
     own |= {"decoder_sparse_step": 1, "norm_topk_prob": True, "use_sliding_window": False}
+    own["attention_bias"] = biased(said)
     return {**own, **turns(said)}
 
 

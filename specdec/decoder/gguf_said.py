@@ -24,7 +24,9 @@ __all__ = [
 ]
 
 _LAYERS = 8191
-_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
+_OUTPUT = "attn_output"
+_ATTENTION = ("attn_q", "attn_k", "attn_v", _OUTPUT)
+_ADDS_TO_OUTPUT = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3")
 _FREQUENCIES = "rope_freqs.weight"
 _SHORT, _FAR = "rope_factors_short.weight", "rope_factors_long.weight"
 _LONG = ("phi3",)  # has one divisor of each frequency up to the original context, and another one beyond it
@@ -178,8 +180,15 @@ def _rms_norm(said: GgufHeader) -> dict[str, Any]:
 
 
 def biased(said: GgufHeader, *names: str) -> bool:
-    """Whether one of these tensors of the first layer has a bias, or of attention's; those that a file lacks are 0."""
-    return any(f"blk.0.{name}.bias" in said.names for name in names or _ATTENTION)
+    """Whether one of these tensors, or of attention's, has a bias in some layer; those that a file lacks are 0.
+
+    Raises:
+        CheckpointError: attention's output has one, and llama.cpp adds none in this architecture.
+    """
+    found = {name.split(".")[-2] for name in said.names if name.startswith("blk.") and name.endswith(".bias")}
+    if not names and _OUTPUT in found and said.architecture not in _ADDS_TO_OUTPUT:
+        raise said.refused(f"has biases of {_OUTPUT}, which llama.cpp does not add for {said.architecture}")
+    return not found.isdisjoint(names or _ATTENTION)
 
 
 def experts(said: GgufHeader, model_type: str, count: str, *, width: str = "") -> dict[str, Any]:
