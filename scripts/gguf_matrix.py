@@ -101,6 +101,7 @@ def _without(family: str, layers: int) -> dict[str, None]:
 
 
 _FACTORS = {"rope_factors_long.weight": (DIM // 2,), "rope_factors_short.weight": (DIM // 2,)}
+_HEAD_BIAS = {"output.bias": (VOCABULARY,)}
 _QKVO = ("mixtral", "granite", "granitemoe", "mistral3")  # that llama.cpp reads all biases of
 _QKV = (
     *("llama", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "smollm3", "glm4", "olmo2", "olmoe"),
@@ -112,6 +113,8 @@ CASES = [
     Case("llama", "head tied to the embedding", tensors={"output.weight": None}),
     *(Case(family, "biases of queries, keys and values", tensors=biases_of(family)) for family in _QKV),
     *(Case(family, "biases of attention", tensors=biases_of(family, output=True)) for family in _QKVO),
+    Case("qwen2", "a bias of the head", tensors=_HEAD_BIAS),
+    Case("qwen2", "a bias of the head, which is tied", tensors={**_HEAD_BIAS, "output.weight": None}),
     *(Case(family, "linear scaling", _scaled("linear")) for family in ("llama", "qwen2", "gemma3")),
     *(
         Case(family, "YaRN", _scaled("yarn"))

@@ -199,6 +199,7 @@ def write_family(
     general: Mapping[str, Any] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
     experts_in: str = "F32",
+    head_in: str = "F32",
 ) -> Path:
     """A random model of an architecture.
 
@@ -209,7 +210,7 @@ def write_family(
         tensors: shapes of more tensors by their names; None: the tensor is left out.
         general: settings by their whole keys.
         vocabulary: other ``tokens``, which are bytes and words, and their ``types``.
-        experts_in: the type that experts are quantised to.
+        experts_in, head_in: the types that experts and the head are quantised to.
     """
     own = FAMILIES[family].own or family
     writer = gguf.GGUFWriter(path, own)
@@ -227,7 +228,7 @@ def write_family(
     writer.add_token_merges(["a b"] if vocabulary else ["t 1"])
     random = np.random.default_rng(len(family))
     for name, shape in (shapes_of(family) | dict(tensors or {})).items():
-        if name in ("token_embd.weight", "output.weight"):
+        if shape is not None and name in ("token_embd.weight", "output.weight"):
             shape = (len(listed["tokens"]), WIDTH)
         if shape is not None:
             noise = random.standard_normal(shape)
@@ -237,7 +238,8 @@ def write_family(
                 noise *= 0.5 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
                 if name.endswith("_exps.bias"):
                     noise *= 20.0  # so that gates reach their bounds
-            kind = gguf.GGMLQuantizationType[experts_in if name.endswith("_exps.weight") else "F32"]
+            quantised = {"output.weight": head_in}.get(name, experts_in if name.endswith("_exps.weight") else "F32")
+            kind = gguf.GGMLQuantizationType[quantised]
             writer.add_tensor(name, gguf.quants.quantize(noise.astype(np.float32), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

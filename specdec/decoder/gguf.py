@@ -78,7 +78,8 @@ def _llama(said: GgufHeader) -> Fields:
 
 
 def _qwen2(said: GgufHeader) -> Fields:
-    return {**dense(said, "qwen2"), **no_windows(said), **turns(said)}
+    own = {"lm_head_bias": "output.bias" in said.names}
+    return {**dense(said, "qwen2"), **own, **no_windows(said), **turns(said)}
 
 
 def _qwen3(said: GgufHeader) -> Fields:

@@ -134,6 +134,8 @@ def shapes_of(spec: DecoderSpec) -> dict[Weight, Shape]:
     found |= dict(_norm_shapes("norm", spec.head.norm, spec.hidden))
     if not spec.head.tied:
         found[Weight("head")] = (spec.vocab, spec.hidden)
+    if spec.head.bias:
+        found[Weight("head", kind="bias")] = (spec.vocab,)
     for number, layer in enumerate(spec.layers):
         found |= {weight._replace(layer=number): shape for weight, shape in _layer_shapes(layer, spec.hidden)}
     return found

@@ -222,7 +222,7 @@ _TENSORS: list[tuple[str, dict[str, tuple[int, ...] | None], str]] = [
         {"blk.2.ffn_up.weight": None},
         r"1 missing, such as (blk\.2\.ffn_up|model\.layers\.2\.mlp\.up_proj)\.weight",
     ),
-    ("qwen2", {"output.bias": (VOCABULARY,)}, "are biases, such as output.bias"),
+    ("qwen3", {"output.bias": (VOCABULARY,)}, "are biases, such as output.bias"),
     ("qwen2", {"rope_factors_long.weight": (8,)}, "scale the rotary frequencies, such as rope_factors_long.weight"),
     ("phi3", {"rope_factors_long.weight": (DIM,)}, "has 16 numbers in rope_factors_long.weight, not 8"),
 ]
