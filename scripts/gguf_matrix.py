@@ -38,6 +38,7 @@ from tests.gguf_families import (
     VOCABULARY,
     WIDTH,
     biases_of,
+    fused_of,
     shapes_of,
     write_family,
 )
@@ -115,6 +116,14 @@ CASES = [
     *(Case(family, "biases of attention", tensors=biases_of(family, output=True)) for family in _QKVO),
     Case("qwen2", "a bias of the head", tensors=_HEAD_BIAS),
     Case("qwen2", "a bias of the head, which is tied", tensors={**_HEAD_BIAS, "output.weight": None}),
+    *(
+        Case(family, "queries, keys and values in one", tensors=fused_of(family))
+        for family in ("llama", "gemma3", "qwen3moe")
+    ),
+    *(
+        Case(family, "queries, keys and values in one, with biases", tensors=fused_of(family, bias=True))
+        for family in ("mixtral", "qwen2", "phi3", "ernie4_5", "mistral3")
+    ),
     *(Case(family, "linear scaling", _scaled("linear")) for family in ("llama", "qwen2", "gemma3")),
     *(
         Case(family, "YaRN", _scaled("yarn"))

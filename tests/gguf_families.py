@@ -191,6 +191,16 @@ def biases_of(family: str, *, output: bool = False) -> Shapes:
     return {f"blk.{layer}.{name}.bias": (size,) for layer in layers for name, size in sizes.items()}
 
 
+def fused_of(family: str, *, bias: bool = False) -> dict[str, tuple[int, ...] | None]:
+    """The change that has queries, keys and values of each layer in one tensor; ``bias``: and so their biases."""
+    rows, found = _QUERIES + 2 * _PAIRS, dict[str, tuple[int, ...] | None]()
+    for layer in range(FAMILIES[family].layers):
+        for kind, shape in (("weight", (rows, WIDTH)), *([("bias", (rows,))] if bias else ())):
+            found |= {f"blk.{layer}.attn_{name}.{kind}": None for name in "qkv"}
+            found[f"blk.{layer}.attn_qkv.{kind}"] = shape
+    return found
+
+
 def write_family(
     path: Path,
     family: str,
@@ -198,8 +208,7 @@ def write_family(
     tensors: Mapping[str, tuple[int, ...] | None] | None = None,
     general: Mapping[str, Any] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
-    experts_in: str = "F32",
-    head_in: str = "F32",
+    types: Mapping[str, str] | None = None,
 ) -> Path:
     """A random model of an architecture.
 
@@ -210,7 +219,7 @@ def write_family(
         tensors: shapes of more tensors by their names; None: the tensor is left out.
         general: settings by their whole keys.
         vocabulary: other ``tokens``, which are bytes and words, and their ``types``.
-        experts_in, head_in: the types that experts and the head are quantised to.
+        types: how tensors' names end, and the type that these are quantised to.
     """
     own = FAMILIES[family].own or family
     writer = gguf.GGUFWriter(path, own)
@@ -238,8 +247,9 @@ def write_family(
                 noise *= 0.5 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
                 if name.endswith("_exps.bias"):
                     noise *= 20.0  # so that gates reach their bounds
-            quantised = {"output.weight": head_in}.get(name, experts_in if name.endswith("_exps.weight") else "F32")
-            kind = gguf.GGMLQuantizationType[quantised]
+            kind = gguf.GGMLQuantizationType[
+                next((one for end, one in (types or {}).items() if name.endswith(end)), "F32")
+            ]
             writer.add_tensor(name, gguf.quants.quantize(noise.astype(np.float32), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -25,7 +25,7 @@ __all__ = [
 
 _LAYERS = 8191
 _OUTPUT = "attn_output"
-_ATTENTION = ("attn_q", "attn_k", "attn_v", _OUTPUT)
+_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_qkv", _OUTPUT)
 _ADDS_TO_OUTPUT = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3")
 _FREQUENCIES = "rope_freqs.weight"
 _SHORT, _FAR = "rope_factors_short.weight", "rope_factors_long.weight"

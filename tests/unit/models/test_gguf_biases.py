@@ -96,7 +96,7 @@ def test_a_bias_of_the_head(tied: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_native_heads_add_their_bias(kind: str, tmp_path: Path) -> None:
     """And so do packed rows of some tokens, which drafters run; CUDA's kernels refuse it by name."""
-    file = write_family(tmp_path / "a.gguf", "qwen2", tensors=HEAD, head_in=kind)
+    file = write_family(tmp_path / "a.gguf", "qwen2", tensors=HEAD, types={"output.weight": kind})
     own, live = (
         TransformersTarget.from_pretrained(file, dtype="float32", execution=one) for one in ("native", "modules")
     )
