@@ -39,6 +39,7 @@ from tests.gguf_families import (
     WIDTH,
     biases_of,
     fused_of,
+    predicting_of,
     shapes_of,
     write_family,
 )
@@ -140,6 +141,15 @@ CASES = [
     Case("mistral3", "queries that are not scaled", {"attention.temperature_scale": None}),
     Case("olmo2", "a window (OLMo 3)", {"attention.sliding_window": 8}),
     Case("exaone4", "of 5 layers, which have no windows", {"block_count": 5}, _without("exaone4", 5)),
+]
+CASES += [
+    Case(
+        family,
+        "a layer of multi-token prediction, which is not run",
+        {"block_count": FAMILIES[family].layers + 1, "nextn_predict_layers": 1},
+        predicting_of(family),
+    )
+    for family in ("glm4", "exaone4")
 ]
 CASES.sort(key=lambda case: [*FAMILIES].index(case.family))
 

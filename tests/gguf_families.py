@@ -191,6 +191,14 @@ def biases_of(family: str, *, output: bool = False) -> Shapes:
     return {f"blk.{layer}.{name}.bias": (size,) for layer in layers for name, size in sizes.items()}
 
 
+def predicting_of(family: str) -> Shapes:
+    """A layer of multi-token prediction behind an architecture's own."""
+    number, every = FAMILIES[family].layers, shapes_of(family)
+    layer = {name.replace("blk.0.", f"blk.{number}."): shape for name, shape in every.items() if "blk.0." in name}
+    around = {"eh_proj": (WIDTH, 2 * WIDTH), "enorm": (WIDTH,), "hnorm": (WIDTH,), "shared_head_norm": (WIDTH,)}
+    return {**layer, **{f"blk.{number}.nextn.{name}.weight": shape for name, shape in around.items()}}
+
+
 def fused_of(family: str, *, bias: bool = False) -> dict[str, tuple[int, ...] | None]:
     """The change that has queries, keys and values of each layer in one tensor; ``bias``: and so their biases."""
     rows, found = _QUERIES + 2 * _PAIRS, dict[str, tuple[int, ...] | None]()

@@ -99,7 +99,7 @@ def _windowed_gemma(said: GgufHeader, model_type: str, largest: int, every: int)
         largest: layers of the size whose attention is scaled by its width.
         every: each ``every``-th layer is global.
     """
-    (heads, dim), width, layers = said.heads, said.number("embedding_length"), said.number("block_count")
+    (heads, dim), width, layers = said.heads, said.number("embedding_length"), said.layers
     for name in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
         said.only(name, dim)
     own = {"query_pre_attn_scalar": width // heads if layers == largest else dim, "attention_bias": biased(said)}
@@ -162,7 +162,7 @@ def _mistral3(said: GgufHeader) -> Fields:
 
 
 def _smollm3(said: GgufHeader) -> Fields:
-    turning = [int((layer + 1) % 4 != 0) for layer in range(said.number("block_count"))]
+    turning = [int((layer + 1) % 4 != 0) for layer in range(said.layers)]
     own = {"no_rope_layers": turning, "attention_bias": biased(said)}
     return {**dense(said, "smollm3"), **own, **no_windows(said), **turns(said)}
 
@@ -200,7 +200,7 @@ def _seed_oss(said: GgufHeader) -> Fields:
 
 
 def _exaone4(said: GgufHeader) -> Fields:
-    layers, window = said.number("block_count"), said.number("attention.sliding_window", 4096)
+    layers, window = said.layers, said.number("attention.sliding_window", 4096)
     said.only("rope.freq_base_swa", rope_base(said))
     local, large = windowed(said, 4), layers == 64  # the one size that has windows, whatever a file says
     own = {"sliding_window": window if large else None, "attention_bias": biased(said)}

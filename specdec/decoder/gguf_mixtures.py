@@ -47,7 +47,7 @@ def granite(said: GgufHeader, logits_by: float | None = None) -> Fields:
 
 def granitehybrid(said: GgufHeader) -> Fields:
     keys = said.get("attention.head_count_kv")
-    if recurrent := (keys if isinstance(keys, list) else [keys] * said.number("block_count")).count(0):
+    if recurrent := (keys if isinstance(keys, list) else [keys] * said.layers).count(0):
         raise said.refused(f"has {recurrent} recurrent layers, which specdec does not run", "use another model")
     logits_by = said.number("logit_scale", 0) or 1.0
     return granitemoe(said, logits_by) if said.number("expert_count", 0) else granite(said, logits_by)

@@ -138,7 +138,7 @@ def turns(said: GgufHeader, *, partial: bool = False) -> dict[str, Any]:
 def sizes(said: GgufHeader) -> dict[str, Any]:
     """Sizes of the model, whose heads are all of one width."""
     heads, dim = said.heads
-    layers = said.number("block_count")
+    layers = said.layers
     if not 1 <= layers <= _LAYERS:
         raise said.refused(f"says {layers} layers", "get it again")
     said.only("attention.value_length", dim)
@@ -220,7 +220,7 @@ def no_sections(said: GgufHeader) -> None:
 
 def windowed(said: GgufHeader, every: int) -> list[bool]:
     """Which layers have a window: all but each ``every``-th one, unless the file says which."""
-    layers, pattern = said.number("block_count"), said.get("attention.sliding_window_pattern", every)
+    layers, pattern = said.layers, said.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, list):
         return [bool(one) for one in pattern[:layers]]
     return [not pattern or layer % pattern < pattern - 1 for layer in range(layers)]
@@ -233,4 +233,4 @@ def kinds_of_layers(local: list[bool]) -> dict[str, Any]:
 
 def no_windows(said: GgufHeader) -> dict[str, Any]:
     """Of a family that has them elsewhere."""
-    return {"use_sliding_window": False, **kinds_of_layers([False] * said.number("block_count"))}
+    return {"use_sliding_window": False, **kinds_of_layers([False] * said.layers)}

@@ -27,7 +27,7 @@ from specdec.execute.native_layers import why_not
 from specdec.models.folders import refuse_adapter, refuse_integers, refuse_others, remedy_for
 from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
 from specdec.models.gguf_source import GGUF_NAMES, GgufSource, kept_as
-from specdec.models.gguf_tensors import check_tensors
+from specdec.models.gguf_tensors import check_tensors, predicting
 from specdec.models.inspection import end_ids, refuse_unfit
 from specdec.models.loading import check_folder, check_sizes, mtp_layers
 from specdec.models.long_context import take_long_factors
@@ -263,8 +263,9 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     source: Source = GgufSource(file.table, heads, fields["head_dim"], dtype)
     generation = generation_of(file, config)
+    called = replace(GGUF_NAMES, ignored=predicting(file.table, len(spec.layers)))
     return DescribedCheckpoint(
-        checkpoint=Checkpoint(spec, names, source, GGUF_NAMES),
+        checkpoint=Checkpoint(spec, names, source, called),
         dtype=dtype,
         config=config,
         generation_config=generation,

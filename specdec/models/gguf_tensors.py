@@ -12,7 +12,7 @@ from specdec.errors import CheckpointError
 from specdec.models.gguf_source import GGUF_NAMES
 from specdec.models.gguf_table import TensorTable
 
-__all__ = ["check_blocks", "check_tensors"]
+__all__ = ["check_blocks", "check_tensors", "predicting"]
 
 _REMEDY = "load the model's folder of safetensors"
 _CAUSES = (  # what a tensor's name looks like, what it is, and what to do
@@ -28,21 +28,35 @@ _CAUSES = (  # what a tensor's name looks like, what it is, and what to do
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
-def check_blocks(table: TensorTable, layers: int) -> None:
-    """Raises CheckpointError where a file has tensors of another number of layers than its settings say."""
-    numbers = {int(found[1]) for entry in table.entries if (found := _BLOCK.match(entry.name))}
-    have = max(numbers, default=-1) + 1
-    if have != layers:
+def check_blocks(table: TensorTable, layers: int, behind: int) -> None:
+    """Raises CheckpointError where a file has tensors of another number of layers than its settings say.
+
+    ``behind``: layers of multi-token prediction, which may be left out.
+    """
+    have = max(_blocks(table), default=-1) + 1
+    if have not in (layers, layers + behind):
         raise CheckpointError(
-            f"{table.where} says {table.architecture}.block_count {layers} and has tensors of {have} layers; "
+            f"{table.where} says {table.architecture}.block_count {layers + behind} and has tensors of {have} layers; "
             "it is incomplete or broken: get it again"
         )
+
+
+def predicting(table: TensorTable, layers: int) -> tuple[str, ...]:
+    """Patterns of the tensors behind the model's layers, which predict further tokens: a model is the same without."""
+    behind = sorted(number for number in _blocks(table) if number >= layers)
+    return (rf"^blk\.({'|'.join(map(str, behind))})\.",) if behind else ()
+
+
+def _blocks(table: TensorTable) -> set[int]:
+    return {int(found[1]) for entry in table.entries if (found := _BLOCK.match(entry.name))}
 
 
 def check_tensors(table: TensorTable, spec: DecoderSpec, names: Names) -> None:
     """Raises CheckpointError, by its cause, for a tensor that the decoder has no place for."""
     have, missing = {entry.name for entry in table.entries}, False
-    expected, stacked = {*factors_read(table.architecture)}, {**names.stacked, **GGUF_NAMES.stacked}
+    expected, ignored = {*factors_read(table.architecture)}, predicting(table, len(spec.layers))
+    expected |= {name for name in have if any(re.match(one, name) for one in ignored)}
+    stacked = {**names.stacked, **GGUF_NAMES.stacked}
     for weight in shapes_of(spec):
         wholes = [weight._replace(part=whole) for whole, parts in stacked.items() if weight.part in parts]
         own = {name for one in (weight, *wholes) for name in GGUF_NAMES.candidates(one, "")}

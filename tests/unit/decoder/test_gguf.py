@@ -127,6 +127,8 @@ _REFUSED: list[tuple[str, Said, str]] = [  # what moves llama.cpp's logits or is
     ("llama", {"attention.causal": False}, "says llama.attention.causal False"),
     ("llama", {"attention.layer_norm_rms_epsilon": None}, "does not say llama.attention.layer_norm_rms_epsilon"),
     ("llama", {"context_length": None}, "does not say llama.context_length"),
+    ("llama", {"nextn_predict_layers": 1}, "says llama.nextn_predict_layers 1, and only 0 is read"),
+    ("glm4", {"block_count": 5, "nextn_predict_layers": 1}, "says glm4.block_count 5 and has tensors of 3 layers"),
     ("llama", {"block_count": 2}, "says llama.block_count 2 and has tensors of 3 layers"),
     ("llama", {"attention.head_count_kv": [2, 2, 4]}, "head_count_kv .2, 2, 4., and a number is needed"),
     ("llama", {"attention.value_length": 8}, "says llama.attention.value_length 8, and only 16 is read"),
