@@ -34,6 +34,7 @@ from tests.gguf_families import (
     DIM,
     FAMILIES,
     HEADS,
+    INNER,
     KEYS,
     VOCABULARY,
     WIDTH,
@@ -103,6 +104,20 @@ def _without(family: str, layers: int) -> dict[str, None]:
 
 
 _FACTORS = {"rope_factors_long.weight": (DIM // 2,), "rope_factors_short.weight": (DIM // 2,)}
+
+
+def _dense_first() -> dict[str, tuple[int, ...] | None]:
+    """GLM-4 MoE with a first layer without experts, and with norms of heads."""
+    mixed = [name for name in shapes_of("glm4moe") if name.startswith("blk.0.") and ("ffn" in name or "probs" in name)]
+    plain = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
+    layers = range(FAMILIES["glm4moe"].layers)
+    return {
+        **dict.fromkeys(mixed),
+        **{f"blk.0.ffn_{part}.weight": shape for part, shape in plain.items()},
+        **{f"blk.{layer}.attn_{one}_norm.weight": (DIM,) for layer in layers for one in "qk"},
+    }
+
+
 _HEAD_BIAS = {"output.bias": (VOCABULARY,)}
 _QKVO = ("mixtral", "granite", "granitemoe", "mistral3")  # that llama.cpp reads all biases of
 _QKV = (
@@ -138,6 +153,7 @@ CASES = [
     ),
     Case("granitemoe", "a shared expert", {"expert_shared_feed_forward_length": 48}, _shared_expert("granitemoe", 48)),
     Case("command-r", "of 64 layers, which norm queries and keys (Command R+)", {"block_count": 64}, _command_r_plus()),
+    Case("glm4moe", "a dense first layer, and norms of heads", {"leading_dense_block_count": 1}, _dense_first()),
     Case("mistral3", "queries that are not scaled", {"attention.temperature_scale": None}),
     Case("olmo2", "a window (OLMo 3)", {"attention.sliding_window": 8}),
     Case("exaone4", "of 5 layers, which have no windows", {"block_count": 5}, _without("exaone4", 5)),
@@ -149,7 +165,7 @@ CASES += [
         {"block_count": FAMILIES[family].layers + 1, "nextn_predict_layers": 1},
         predicting_of(family),
     )
-    for family in ("glm4", "exaone4")
+    for family in ("glm4", "glm4moe", "exaone4")
 ]
 CASES.sort(key=lambda case: [*FAMILIES].index(case.family))
 

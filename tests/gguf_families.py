@@ -76,6 +76,7 @@ _PARTS: dict[str, Shapes] = {  # of a layer
         "ffn_up_shexp.weight": (INNER, WIDTH),
         "ffn_down_shexp.weight": (WIDTH, INNER),
     },
+    "choice": {"exp_probs_b.bias": (EXPERTS,)},
     "shared expert's gate": {"ffn_gate_inp_shexp.weight": (WIDTH,)},
 }
 
@@ -130,6 +131,13 @@ FAMILIES = {
         ("norms", "attention", "biases", "narrow experts", "shared expert", "shared expert's gate"), _SHARED
     ),
     "glm4": Family(("norms", "later norms", "attention", "stacked")),
+    "glm4moe": Family(
+        ("one norm", "later norm", "attention", "biases", "narrow experts", "shared expert", "choice"),
+        {
+            **{**_NARROWED, "expert_shared_count": 1, "expert_weights_scale": 1.7, "expert_weights_norm": True},
+            **{"expert_gating_func": 2, "leading_dense_block_count": 0, "rope.dimension_count": DIM // 2},
+        },
+    ),
     "olmo2": Family(("later norms", "attention", "wide norms", "gated")),
     "olmoe": Family(
         ("norms", "square attention", "square norms", "experts"), {**_CHOSEN, "attention.head_count_kv": HEADS}

@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.decoder.gguf_header import GgufHeader
 from specdec.decoder.gguf_mixtures import (
+    glm4moe,
     gpt_oss,
     granite,
     granitehybrid,
@@ -238,6 +239,7 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader], Fields]] = {
     "smollm3": _smollm3,
     "mistral3": _mistral3,
     "glm4": _glm4,
+    "glm4moe": glm4moe,
     "olmo2": _olmo2,
     "olmoe": olmoe,
     "command-r": _command_r,

@@ -5,11 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.decoder.gguf_header import GgufHeader
-from specdec.decoder.gguf_said import biased, dense, experts, kinds_of_layers, no_windows, rope_base, turns, windowed
+from specdec.decoder.gguf_said import (
+    biased,
+    dense,
+    experts,
+    kinds_of_layers,
+    no_sections,
+    no_windows,
+    rope_base,
+    turns,
+    windowed,
+)
 
-__all__ = ["gpt_oss", "granite", "granitehybrid", "granitemoe", "hunyuan_moe", "olmoe", "qwen2moe", "qwen3moe"]
+__all__ = [
+    "glm4moe",
+    "gpt_oss",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "hunyuan_moe",
+    "olmoe",
+    "qwen2moe",
+    "qwen3moe",
+]
 
 Fields = dict[str, Any]
+
+_SIGMOID = 2  # llama.cpp's number of what chooses experts
 
 
 def qwen2moe(said: GgufHeader) -> Fields:
@@ -66,6 +88,18 @@ def gpt_oss(said: GgufHeader) -> Fields:
     own |= {"sliding_window": said.number("attention.sliding_window"), "attention_bias": True}
     own |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as llama.cpp has it, for which there is no key
     return {**own, **kinds_of_layers(windowed(said, 2)), **turns(said)}
+
+
+def glm4moe(said: GgufHeader) -> Fields:
+    no_sections(said)
+    said.only("expert_gating_func", _SIGMOID, 0)
+    own = experts(said, "glm4_moe", "n_routed_experts", width="moe_intermediate_size")
+    own |= {"n_group": 1, "topk_group": 1, "n_shared_experts": said.number("expert_shared_count")}
+    own |= {"routed_scaling_factor": said.number("expert_weights_scale", 0) or 1.0}
+    own |= {"norm_topk_prob": bool(said.get("expert_weights_norm", False))}
+    own |= {"first_k_dense_replace": said.number("leading_dense_block_count", 0)}
+    own |= {"use_qk_norm": "blk.0.attn_q_norm.weight" in said.names, "attention_bias": biased(said)}
+    return {**own, **turns(said, partial=True)}
 
 
 def hunyuan_moe(said: GgufHeader) -> Fields:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from specdec.decoder.gguf_said import factors_read
-from specdec.decoder.names import Names
+from specdec.decoder.names import CHOICE, Names
 from specdec.decoder.weights.mxfp4 import Mxfp4Rows
 from specdec.errors import CheckpointError
 from specdec.models.gguf_table import TensorEntry, TensorTable
@@ -48,6 +48,7 @@ GGUF_NAMES = Names(
                 **{"experts.gate": "ffn_gate_exps.{expert}", "experts.up": "ffn_up_exps.{expert}"},
                 **{"experts.down": "ffn_down_exps.{expert}"},
                 **{f"shared.{one}": f"ffn_{one}_shexp" for one in ("gate", "up", "down")},
+                f"experts.router.{CHOICE}": "exp_probs_b.bias",
                 **{"shared.router": "ffn_gate_inp_shexp", "attention.sinks": "attn_sinks.weight"},
             }.items()
         },
