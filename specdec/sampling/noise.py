@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from specdec.native.scores import chances, draw, rank
+from specdec.step import device_copies
 from specdec.step.step_output import no_distribution
 
 __all__ = ["Noise", "inverse_bits", "key_at"]
@@ -131,8 +132,10 @@ class Noise:
 
     def _gumbel(self, keys: Sequence[int]) -> torch.Tensor:
         """[K, V] float64 Gumbel numbers for K keys."""
-        # A Python number becomes a kernel's argument, which costs no copy to a device.
-        return _gumbel(_mixed(torch.stack([self._steps + _signed(key) for key in keys])))
+        signed = [_signed(key) for key in keys]
+        if device_copies.is_apart(self._steps.device):  # a Python number becomes a kernel's argument, without a copy
+            return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
+        return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
     def drawn(self, scores: torch.Tensor, position: int, temperature: float = 1.0) -> int | None:
         """The token that the native library draws from scores [V] over a temperature; None where it cannot decide."""
@@ -191,15 +194,16 @@ class Noise:
         """
         if among is None and (token := self.drawn(scores, position)) is not None:
             return token
+        if self._block > 1 or device_copies.is_apart(scores.device):
+            sums = self.gumbel(position) + scores
+            value, place = (sums if among is None else sums[among]).max(-1)
+            if not math.isfinite(value.item()):
+                raise no_distribution(scores)
+            return int(place if among is None else among[place])
+        # For a large vocabulary the noise costs more than the rest of this function.
         key = _signed(self.key(position))
         if among is not None:
             return int(among[(_gumbel(_mixed(self._steps[among] + key)) + scores[among]).argmax()])
-        if self._block > 1:
-            value, place = (self.gumbel(position) + scores).max(-1)
-            if not math.isfinite(value.item()):
-                raise no_distribution(scores)
-            return int(place)
-        # For a large vocabulary the noise costs more than the rest of this function.
         # Only tokens that would reach the likeliest one's sum with the largest noise there is need logarithms.
         numbers = _mixed(self._steps + key)
         best, likeliest = scores.max(-1)

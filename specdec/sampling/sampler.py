@@ -58,6 +58,7 @@ class Sampler:
         self.reads_drafts = not self.takes_together or any(isinstance(p, States) for p in self.processors)
         last: Any = self.processors[-1] if self.processors else None
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
+        plain = plain and not device_copies.is_apart(device)  # there every number that is read is a wait
         self._top_p: float | None = last.top_p if plain else None
         only = type(last) is TemperatureLogitsWarper and len(self.processors) == 1
         self._temperature: float | None = last.temperature if only else None if self.processors else 1.0

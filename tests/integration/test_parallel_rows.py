@@ -24,6 +24,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.rows import ShardedTarget
 from specdec.step.step_io import StepInput
+from specdec.step.step_output import StepOutput
 from tests.fakes import Drawing, Oracle, Scripted
 from tests.models import greedy, new_model, prompt_of, settings_of, target_for, target_of
 from tests.ranks import ThreadRanks, results, run_ranks
@@ -185,15 +186,16 @@ def test_rounding_decides_alike_everywhere() -> None:
 
     def spoil(target: ShardedTarget, rank: int) -> None:
         own = target._target
-        rng, head = random.Random(rank), own.runner.head
+        rng, forward = random.Random(rank), own.forward
 
-        def odd(hidden: torch.Tensor) -> torch.Tensor:
-            logits = head(hidden)
-            if rank and rng.random() < 0.15:  # as if all were within rounding
-                logits = logits[..., torch.randperm(logits.shape[-1], generator=torch.Generator().manual_seed(3))]
-            return logits
+        def odd(step: StepInput) -> StepOutput:
+            output = forward(step)
+            if output.logits is not None and rank and rng.random() < 0.15:  # as if all were within rounding
+                order = torch.randperm(output.logits.shape[-1], generator=torch.Generator().manual_seed(3))
+                output.logits.copy_(output.logits[..., order])
+            return output
 
-        own.runner.head = odd
+        own.forward = odd
 
     found = results(Together("llama", 2).run("lookahead", lambda e: e.generate(PROMPT, NEW).token_ids, spoil=spoil))
     assert found[0] == found[1]

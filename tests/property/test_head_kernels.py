@@ -37,7 +37,7 @@ def test_passes_are_torch_s_but_for_rounding(kind: str, tmp_path: Path, monkeypa
     step = ChainStep(head, DraftVocabulary(head.draft_tokens, target).head, target)
     assert step.recorded is not None
     generator, found = torch.Generator().manual_seed(2), list[list[torch.Tensor]]()
-    features = torch.randn(11, step.features, generator=generator).half()
+    features = torch.randn(11, SIZE * len(step.config.taps), generator=generator).half()
     states = torch.randn(3, SIZE, generator=generator).half()
     for recorded in (step.recorded, None):
         step.recorded = recorded

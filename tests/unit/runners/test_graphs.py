@@ -308,7 +308,7 @@ def test_texts_in_pages_are_plain_decoding_s(
     """Texts over a page's end, some with a common beginning, that come and go; at last all pages are given back."""
     plain = TransformersTarget(new_model(family, torch.float64))
     target = fused(new_model(family, torch.float64))
-    target.executor.pages = True
+    target.pages = target.executor.pages = True
     prompts = [prompt_of(size, seed=size) for size in (50, 1, 9, 63)]
     prompts += [(*prompt_of(70, seed=1), *prompt_of(size, seed=size)) for size in (3, 20)]
     for options in settings_of(drafter, plain, tmp_path)[:1]:
@@ -335,7 +335,7 @@ def test_texts_in_pages_are_plain_decoding_s(
 def test_requests_wait_for_pages(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what all texts may still become, so that none finds no page in its middle; one that is alone does not wait."""
     target = fused(new_model("llama", torch.float64, **SIZES))
-    target.executor.pages = True
+    target.pages = target.executor.pages = True
     engine, page = Engine(target, max_rows=4), target.num_layers * 2 * 2 * 64 * 8 * 8
     pages, most = [7], [0]
 
@@ -363,7 +363,7 @@ def test_requests_wait_for_pages(recorder: Recorder, monkeypatch: pytest.MonkeyP
 def test_a_prompt_for_which_no_page_is_left_ends_alone(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model("llama", torch.float64, **SIZES)
     target = fused(model)
-    target.executor.pages = True
+    target.pages = target.executor.pages = True
     grow = PagePool._grow
 
     def limited(pool: PagePool, wanted: int) -> None:

@@ -62,7 +62,7 @@ class Coin:
 class IdealSampler:
     """A sampler over a table of distributions, with enumerated noise."""
 
-    params = SamplingParams(temperature=1.0)
+    params, greedy = SamplingParams(temperature=1.0), False
 
     def __init__(self, table: Table, choices: Choices) -> None:
         self.tokens = [0, 0, 0]

@@ -469,7 +469,7 @@ class Duck:
         (lambda root: Draft.chain([]), "needs one parent per token"),
         (
             lambda root: Draft(torch.tensor([root, 3]), [-1, 0]),
-            "of type Tensor, its parents are [-1, 0], of type list; both are",
+            "of type Tensor; tokens are integers",
         ),
         (lambda root: Draft([root, 3], None), "parents are None, of type NoneType"),
         (lambda root: Draft([root, 3], [-1, 0.0]), "parents are [-1, 0.0]"),
