@@ -29,7 +29,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from specdec import TransformersTarget
 from specdec.errors import SpecdecError
 from specdec.native.library import library
-from tests.gguf_families import CONTEXT, DIM, FAMILIES, HEADS, KEYS, VOCABULARY, WIDTH, shapes_of, write_family
+from tests.gguf_families import (
+    CONTEXT,
+    DIM,
+    FAMILIES,
+    HEADS,
+    INNER,
+    KEYS,
+    VOCABULARY,
+    WIDTH,
+    biases_of,
+    fused_of,
+    predicting_of,
+    shapes_of,
+    write_family,
+)
 from tests.llama_cpp import LlamaCpp, apart
 from tests.models import logits_of
 
@@ -71,12 +85,6 @@ def _scaled(kind: str) -> dict[str, Any]:
     return {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
 
 
-def _biases(family: str) -> dict[str, tuple[int, ...]]:
-    sizes = {"attn_q": HEADS * DIM, "attn_k": KEYS * DIM, "attn_v": KEYS * DIM}
-    layers = range(FAMILIES[family].layers)
-    return {f"blk.{layer}.{name}.bias": (size,) for layer in layers for name, size in sizes.items()}
-
-
 def _command_r_plus() -> dict[str, tuple[int, ...]]:
     """The tensors of 64 layers, in which each head has a norm of its own."""
     own = {name: shape for name, shape in shapes_of("command-r").items() if name.startswith("blk.0.")}
@@ -96,12 +104,42 @@ def _without(family: str, layers: int) -> dict[str, None]:
 
 
 _FACTORS = {"rope_factors_long.weight": (DIM // 2,), "rope_factors_short.weight": (DIM // 2,)}
+
+
+def _dense_first() -> dict[str, tuple[int, ...] | None]:
+    """GLM-4 MoE with a first layer without experts, and with norms of heads."""
+    mixed = [name for name in shapes_of("glm4moe") if name.startswith("blk.0.") and ("ffn" in name or "probs" in name)]
+    plain = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
+    layers = range(FAMILIES["glm4moe"].layers)
+    return {
+        **dict.fromkeys(mixed),
+        **{f"blk.0.ffn_{part}.weight": shape for part, shape in plain.items()},
+        **{f"blk.{layer}.attn_{one}_norm.weight": (DIM,) for layer in layers for one in "qk"},
+    }
+
+
+_HEAD_BIAS = {"output.bias": (VOCABULARY,)}
+_QKVO = ("mixtral", "granite", "granitemoe", "mistral3")  # that llama.cpp reads all biases of
+_QKV = (
+    *("llama", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "smollm3", "glm4", "olmo2", "olmoe"),
+    *("command-r", "cohere2", "exaone4", "ernie4_5", "hunyuan-dense", "hunyuan-moe"),
+)
 CASES = [
     *map(Case, FAMILIES),
     Case("llama", "frequencies divided one by one (Llama 3.1)", tensors={"rope_freqs.weight": (DIM // 2,)}),
     Case("llama", "head tied to the embedding", tensors={"output.weight": None}),
-    Case("llama", "biases of queries, keys and values", tensors=_biases("llama")),
-    Case("qwen3", "biases of queries, keys and values", tensors=_biases("qwen3")),
+    *(Case(family, "biases of queries, keys and values", tensors=biases_of(family)) for family in _QKV),
+    *(Case(family, "biases of attention", tensors=biases_of(family, output=True)) for family in _QKVO),
+    Case("qwen2", "a bias of the head", tensors=_HEAD_BIAS),
+    Case("qwen2", "a bias of the head, which is tied", tensors={**_HEAD_BIAS, "output.weight": None}),
+    *(
+        Case(family, "queries, keys and values in one", tensors=fused_of(family))
+        for family in ("llama", "gemma3", "qwen3moe")
+    ),
+    *(
+        Case(family, "queries, keys and values in one, with biases", tensors=fused_of(family, bias=True))
+        for family in ("mixtral", "qwen2", "phi3", "ernie4_5", "mistral3")
+    ),
     *(Case(family, "linear scaling", _scaled("linear")) for family in ("llama", "qwen2", "gemma3")),
     *(
         Case(family, "YaRN", _scaled("yarn"))
@@ -115,9 +153,19 @@ CASES = [
     ),
     Case("granitemoe", "a shared expert", {"expert_shared_feed_forward_length": 48}, _shared_expert("granitemoe", 48)),
     Case("command-r", "of 64 layers, which norm queries and keys (Command R+)", {"block_count": 64}, _command_r_plus()),
+    Case("glm4moe", "a dense first layer, and norms of heads", {"leading_dense_block_count": 1}, _dense_first()),
     Case("mistral3", "queries that are not scaled", {"attention.temperature_scale": None}),
     Case("olmo2", "a window (OLMo 3)", {"attention.sliding_window": 8}),
     Case("exaone4", "of 5 layers, which have no windows", {"block_count": 5}, _without("exaone4", 5)),
+]
+CASES += [
+    Case(
+        family,
+        "a layer of multi-token prediction, which is not run",
+        {"block_count": FAMILIES[family].layers + 1, "nextn_predict_layers": 1},
+        predicting_of(family),
+    )
+    for family in ("glm4", "glm4moe", "exaone4")
 ]
 CASES.sort(key=lambda case: [*FAMILIES].index(case.family))
 

@@ -76,6 +76,7 @@ _PARTS: dict[str, Shapes] = {  # of a layer
         "ffn_up_shexp.weight": (INNER, WIDTH),
         "ffn_down_shexp.weight": (WIDTH, INNER),
     },
+    "choice": {"exp_probs_b.bias": (EXPERTS,)},
     "shared expert's gate": {"ffn_gate_inp_shexp.weight": (WIDTH,)},
 }
 
@@ -130,6 +131,13 @@ FAMILIES = {
         ("norms", "attention", "biases", "narrow experts", "shared expert", "shared expert's gate"), _SHARED
     ),
     "glm4": Family(("norms", "later norms", "attention", "stacked")),
+    "glm4moe": Family(
+        ("one norm", "later norm", "attention", "biases", "narrow experts", "shared expert", "choice"),
+        {
+            **{**_NARROWED, "expert_shared_count": 1, "expert_weights_scale": 1.7, "expert_weights_norm": True},
+            **{"expert_gating_func": 2, "leading_dense_block_count": 0, "rope.dimension_count": DIM // 2},
+        },
+    ),
     "olmo2": Family(("later norms", "attention", "wide norms", "gated")),
     "olmoe": Family(
         ("norms", "square attention", "square norms", "experts"), {**_CHOSEN, "attention.head_count_kv": HEADS}
@@ -183,6 +191,32 @@ def shapes_of(family: str) -> Shapes:
     return shapes
 
 
+def biases_of(family: str, *, output: bool = False) -> Shapes:
+    """The biases of an architecture's queries, keys and values; ``output``: and of attention's last product."""
+    keys = settings_of(family)["attention.head_count_kv"] * DIM
+    sizes = {"attn_q": _QUERIES, "attn_k": keys, "attn_v": keys, **({"attn_output": WIDTH} if output else {})}
+    layers = range(FAMILIES[family].layers)
+    return {f"blk.{layer}.{name}.bias": (size,) for layer in layers for name, size in sizes.items()}
+
+
+def predicting_of(family: str) -> Shapes:
+    """A layer of multi-token prediction behind an architecture's own."""
+    number, every = FAMILIES[family].layers, shapes_of(family)
+    layer = {name.replace("blk.0.", f"blk.{number}."): shape for name, shape in every.items() if "blk.0." in name}
+    around = {"eh_proj": (WIDTH, 2 * WIDTH), "enorm": (WIDTH,), "hnorm": (WIDTH,), "shared_head_norm": (WIDTH,)}
+    return {**layer, **{f"blk.{number}.nextn.{name}.weight": shape for name, shape in around.items()}}
+
+
+def fused_of(family: str, *, bias: bool = False) -> dict[str, tuple[int, ...] | None]:
+    """The change that has queries, keys and values of each layer in one tensor; ``bias``: and so their biases."""
+    rows, found = _QUERIES + 2 * _PAIRS, dict[str, tuple[int, ...] | None]()
+    for layer in range(FAMILIES[family].layers):
+        for kind, shape in (("weight", (rows, WIDTH)), *([("bias", (rows,))] if bias else ())):
+            found |= {f"blk.{layer}.attn_{name}.{kind}": None for name in "qkv"}
+            found[f"blk.{layer}.attn_qkv.{kind}"] = shape
+    return found
+
+
 def write_family(
     path: Path,
     family: str,
@@ -190,7 +224,7 @@ def write_family(
     tensors: Mapping[str, tuple[int, ...] | None] | None = None,
     general: Mapping[str, Any] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
-    experts_in: str = "F32",
+    types: Mapping[str, str] | None = None,
 ) -> Path:
     """A random model of an architecture.
 
@@ -201,7 +235,7 @@ def write_family(
         tensors: shapes of more tensors by their names; None: the tensor is left out.
         general: settings by their whole keys.
         vocabulary: other ``tokens``, which are bytes and words, and their ``types``.
-        experts_in: the type that experts are quantised to.
+        types: how tensors' names end, and the type that these are quantised to.
     """
     own = FAMILIES[family].own or family
     writer = gguf.GGUFWriter(path, own)
@@ -219,7 +253,7 @@ def write_family(
     writer.add_token_merges(["a b"] if vocabulary else ["t 1"])
     random = np.random.default_rng(len(family))
     for name, shape in (shapes_of(family) | dict(tensors or {})).items():
-        if name in ("token_embd.weight", "output.weight"):
+        if shape is not None and name in ("token_embd.weight", "output.weight"):
             shape = (len(listed["tokens"]), WIDTH)
         if shape is not None:
             noise = random.standard_normal(shape)
@@ -229,7 +263,9 @@ def write_family(
                 noise *= 0.5 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
                 if name.endswith("_exps.bias"):
                     noise *= 20.0  # so that gates reach their bounds
-            kind = gguf.GGMLQuantizationType[experts_in if name.endswith("_exps.weight") else "F32"]
+            kind = gguf.GGMLQuantizationType[
+                next((one for end, one in (types or {}).items() if name.endswith(end)), "F32")
+            ]
             writer.add_tensor(name, gguf.quants.quantize(noise.astype(np.float32), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -108,8 +108,9 @@ class Mtp(HeadDrafter):
         folder = Path(config.head) if config.head is not None else own_layers(target)
         if folder is None:
             raise CheckpointError(
-                f"the checkpoint that this {target.name} was loaded from has no multi-token-prediction layers; give a "
-                "folder that has them as mtp.head, or use another drafter"
+                f"the checkpoint that this {target.name} was loaded from has no multi-token-prediction layers, or is "
+                "a GGUF file, whose layers of that kind are not read; give a folder that has them as mtp.head, or use "
+                "another drafter"
             )
         found = _found(folder)
         check_fit(_fit(found, target.vocab_size), target, cls.name, check_target=config.check_target)

@@ -29,6 +29,7 @@ from specdec.decoder.family_names import (
 )
 from specdec.decoder.family_parts import (
     KINDS,
+    added_biases,
     alike,
     biased_layer_norm,
     biased_mlp,
@@ -123,6 +124,7 @@ def spec_of(model_type: str, settings: Settings) -> DecoderSpec:
     hidden = settings.count("hidden_size")
     cap = settings.get("final_logit_softcapping") if settings.declares("final_logit_softcapping") else None
     by, logits_by = family.scales(settings)
+    bias = settings.declares("lm_head_bias") and bool(settings.get("lm_head_bias"))
     spec = DecoderSpec(
         architecture=family.architecture,
         vocab=settings.count("vocab_size"),
@@ -130,7 +132,7 @@ def spec_of(model_type: str, settings: Settings) -> DecoderSpec:
         context=rope_context(settings),
         layers=tuple(family.layers(settings)),
         embedding=Embedding(by),
-        head=Head(family.norm(settings), bool(settings.get("tie_word_embeddings")), float(cap or 0.0), logits_by),
+        head=Head(family.norm(settings), bool(settings.get("tie_word_embeddings")), float(cap or 0.0), logits_by, bias),
     )
     settings.check_read()
     return spec
@@ -196,7 +198,7 @@ def _gemma3(settings: Settings) -> list[Layer]:
 
 
 def _mixtral(settings: Settings) -> list[Layer]:
-    attention = read_attention(settings, window=window_of(settings))
+    attention = read_attention(settings, bias=added_biases(settings), window=window_of(settings))
     return alike(settings, attention, read_experts(settings, "num_local_experts", "intermediate_size", norm=True))
 
 

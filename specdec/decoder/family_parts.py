@@ -13,6 +13,7 @@ from specdec.errors import CheckpointError, shown
 
 __all__ = [
     "KINDS",
+    "added_biases",
     "alike",
     "biased_layer_norm",
     "biased_mlp",
@@ -61,6 +62,11 @@ def head_dim_of(settings: Settings) -> int:
 def biases_of(settings: Settings) -> tuple[bool, bool]:
     bias = bool(settings.get("attention_bias"))
     return bias, bias
+
+
+def added_biases(settings: Settings) -> tuple[bool, bool]:
+    """Of a family whose class has none, and whose GGUF files may."""
+    return biases_of(settings) if settings.declares("attention_bias") else (False, False)
 
 
 def window_of(settings: Settings) -> int | None:

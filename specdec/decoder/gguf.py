@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.decoder.gguf_header import GgufHeader
 from specdec.decoder.gguf_mixtures import (
+    glm4moe,
     gpt_oss,
     granite,
     granitehybrid,
@@ -71,13 +72,15 @@ def _unlike(said: GgufHeader) -> CheckpointError:
 
 def _llama(said: GgufHeader) -> Fields:
     if said.number("expert_count", 0):
-        return {**experts(said, "mixtral", "num_local_experts"), "sliding_window": None, **turns(said)}
+        own = {"sliding_window": None, "attention_bias": biased(said)}
+        return {**experts(said, "mixtral", "num_local_experts"), **own, **turns(said)}
     biases = {"attention_bias": biased(said), "mlp_bias": biased(said, "ffn_gate", "ffn_up", "ffn_down")}
     return {**dense(said, "llama"), **biases, **turns(said)}
 
 
 def _qwen2(said: GgufHeader) -> Fields:
-    return {**dense(said, "qwen2"), **no_windows(said), **turns(said)}
+    own = {"lm_head_bias": "output.bias" in said.names}
+    return {**dense(said, "qwen2"), **own, **no_windows(said), **turns(said)}
 
 
 def _qwen3(said: GgufHeader) -> Fields:
@@ -85,7 +88,7 @@ def _qwen3(said: GgufHeader) -> Fields:
 
 
 def _gemma(said: GgufHeader) -> Fields:
-    return {**dense(said, "gemma", hidden_act=_GELU), **turns(said)}
+    return {**dense(said, "gemma", hidden_act=_GELU), "attention_bias": biased(said), **turns(said)}
 
 
 def _windowed_gemma(said: GgufHeader, model_type: str, largest: int, every: int) -> Fields:
@@ -97,10 +100,10 @@ def _windowed_gemma(said: GgufHeader, model_type: str, largest: int, every: int)
         largest: layers of the size whose attention is scaled by its width.
         every: each ``every``-th layer is global.
     """
-    (heads, dim), width, layers = said.heads, said.number("embedding_length"), said.number("block_count")
+    (heads, dim), width, layers = said.heads, said.number("embedding_length"), said.layers
     for name in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
         said.only(name, dim)
-    own = {"query_pre_attn_scalar": width // heads if layers == largest else dim}
+    own = {"query_pre_attn_scalar": width // heads if layers == largest else dim, "attention_bias": biased(said)}
     return {**dense(said, model_type, hidden_activation=_GELU), **own, **kinds_of_layers(windowed(said, every))}
 
 
@@ -140,7 +143,8 @@ def _phi3(said: GgufHeader) -> Fields:
     if (rope := own["rope_parameters"])["rope_type"] == "yarn":  # transformers' class takes it for LongRoPE
         raise said.refused("scales its rotary frequencies by YaRN, which is not read of phi3")
     trained = rope.get("original_max_position_embeddings", said.number("context_length"))
-    return {**dense(said, "phi3"), "sliding_window": None, "original_max_position_embeddings": trained, **own}
+    own |= {"sliding_window": None, "attention_bias": biased(said)}
+    return {**dense(said, "phi3"), "original_max_position_embeddings": trained, **own}
 
 
 def _mistral3(said: GgufHeader) -> Fields:
@@ -155,12 +159,13 @@ def _mistral3(said: GgufHeader) -> Fields:
         raise said.refused("scales queries, and single frequencies or cosines and sines, which is not read together")
     trained = said.number("rope.scaling.original_context_length", 0) or said.number("context_length")
     rope |= {"llama_4_scaling_beta": growth, "original_max_position_embeddings": trained}
-    return {**dense(said, "ministral3"), **own}
+    return {**dense(said, "ministral3"), "attention_bias": biased(said), **own}
 
 
 def _smollm3(said: GgufHeader) -> Fields:
-    turning = [int((layer + 1) % 4 != 0) for layer in range(said.number("block_count"))]
-    return {**dense(said, "smollm3"), "no_rope_layers": turning, **no_windows(said), **turns(said)}
+    turning = [int((layer + 1) % 4 != 0) for layer in range(said.layers)]
+    own = {"no_rope_layers": turning, "attention_bias": biased(said)}
+    return {**dense(said, "smollm3"), **own, **no_windows(said), **turns(said)}
 
 
 def _glm4(said: GgufHeader) -> Fields:
@@ -169,23 +174,24 @@ def _glm4(said: GgufHeader) -> Fields:
 
 
 def _olmo2(said: GgufHeader) -> Fields:
+    own = {"attention_bias": biased(said)}
     if not (window := said.number("attention.sliding_window", 0)):
-        return {**dense(said, "olmo2"), **turns(said)}
+        return {**dense(said, "olmo2"), **own, **turns(said)}
     said.only("rope.freq_base_swa", rope_base(said))
-    own = {"sliding_window": window, **_two_ropes(said, rope_base(said))}
+    own |= {"sliding_window": window, **_two_ropes(said, rope_base(said))}
     return {**dense(said, "olmo3"), **own, **kinds_of_layers(windowed(said, 4))}
 
 
 def _command_r(said: GgufHeader) -> Fields:
     own = {"logit_scale": said.number("logit_scale", 0) or 1.0}
-    own["use_qk_norm"] = "blk.0.attn_q_norm.weight" in said.names
+    own |= {"use_qk_norm": "blk.0.attn_q_norm.weight" in said.names, "attention_bias": biased(said)}
     return {**centred(said, "cohere", "layer_norm_eps", hidden_act="silu"), **own, **turns(said)}
 
 
 def _cohere2(said: GgufHeader) -> Fields:
     said.only("rope.freq_base_swa", rope_base(said))
     own = {"logit_scale": said.number("logit_scale") or 1.0, "sliding_window": said.number("attention.sliding_window")}
-    own |= kinds_of_layers(windowed(said, 4))
+    own |= {"attention_bias": biased(said), **kinds_of_layers(windowed(said, 4))}
     return {**centred(said, "cohere2", "layer_norm_eps", hidden_act="silu"), **own, **turns(said)}
 
 
@@ -195,15 +201,16 @@ def _seed_oss(said: GgufHeader) -> Fields:
 
 
 def _exaone4(said: GgufHeader) -> Fields:
-    layers, window = said.number("block_count"), said.number("attention.sliding_window", 4096)
+    layers, window = said.layers, said.number("attention.sliding_window", 4096)
     said.only("rope.freq_base_swa", rope_base(said))
     local, large = windowed(said, 4), layers == 64  # the one size that has windows, whatever a file says
-    kinds = kinds_of_layers(local if large else [False] * layers)
-    return {**dense(said, "exaone4"), "sliding_window": window if large else None, **kinds, **turns(said)}
+    own = {"sliding_window": window if large else None, "attention_bias": biased(said)}
+    own |= kinds_of_layers(local if large else [False] * layers)
+    return {**dense(said, "exaone4"), **own, **turns(said)}
 
 
 def _ernie(said: GgufHeader) -> Fields:
-    return {**dense(said, "ernie4_5"), **turns(said)}
+    return {**dense(said, "ernie4_5"), "use_bias": biased(said), **turns(said)}
 
 
 def _hunyuan(said: GgufHeader) -> Fields:
@@ -211,7 +218,7 @@ def _hunyuan(said: GgufHeader) -> Fields:
     dim, own = said.heads[1], turns(said)
     if alpha := said.number("rope.scaling.alpha", 0):
         own["rope_parameters"]["rope_theta"] *= alpha ** (dim / (dim - 2))
-    return {**dense(said, "hunyuan_v1_dense"), **own}
+    return {**dense(said, "hunyuan_v1_dense"), "attention_bias": biased(said), **own}
 
 
 ARCHITECTURES: dict[str, Callable[[GgufHeader], Fields]] = {
@@ -232,6 +239,7 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader], Fields]] = {
     "smollm3": _smollm3,
     "mistral3": _mistral3,
     "glm4": _glm4,
+    "glm4moe": glm4moe,
     "olmo2": _olmo2,
     "olmoe": olmoe,
     "command-r": _command_r,

@@ -21,8 +21,9 @@ _NEVER = {  # no architecture here has a place for these; their values where the
     "attention.causal": (True,),
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
-    "nextn_predict_layers": (0,),
 }
+_PREDICTING = ("exaone4", "glm4", "glm4moe")
+"""Architectures that may have layers of multi-token prediction behind the model's own."""
 
 
 class GgufHeader:
@@ -86,6 +87,18 @@ class GgufHeader:
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise self.refused(f"says {key} {shown(value)}, and a number is needed that holds for all layers")
         return value
+
+    @property
+    def layers(self) -> int:
+        """How many layers make the model."""
+        return int(self.number("block_count")) - self.behind
+
+    @property
+    def behind(self) -> int:
+        """How many layers of multi-token prediction lie behind them, which are no part of the model."""
+        if self.architecture not in _PREDICTING:
+            self.only("nextn_predict_layers", 0)
+        return int(self.number("nextn_predict_layers", 0))
 
     @property
     def heads(self) -> tuple[int, int]:

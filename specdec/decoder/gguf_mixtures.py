@@ -5,11 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.decoder.gguf_header import GgufHeader
-from specdec.decoder.gguf_said import biased, dense, experts, kinds_of_layers, no_windows, rope_base, turns, windowed
+from specdec.decoder.gguf_said import (
+    biased,
+    dense,
+    experts,
+    kinds_of_layers,
+    no_sections,
+    no_windows,
+    rope_base,
+    turns,
+    windowed,
+)
 
-__all__ = ["gpt_oss", "granite", "granitehybrid", "granitemoe", "hunyuan_moe", "olmoe", "qwen2moe", "qwen3moe"]
+__all__ = [
+    "glm4moe",
+    "gpt_oss",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "hunyuan_moe",
+    "olmoe",
+    "qwen2moe",
+    "qwen3moe",
+]
 
 Fields = dict[str, Any]
+
+_SIGMOID = 2  # llama.cpp's number of what chooses experts
 
 
 def qwen2moe(said: GgufHeader) -> Fields:
@@ -23,6 +45,7 @@ def qwen2moe(said: GgufHeader) -> Fields:
 def qwen3moe(said: GgufHeader) -> Fields:
     own = experts(said, "qwen3_moe", "num_experts", width="moe_intermediate_size")
     own |= {"decoder_sparse_step": 1, "norm_topk_prob": True, "use_sliding_window": False}
+    own["attention_bias"] = biased(said)
     return {**own, **turns(said)}
 
 
@@ -46,7 +69,7 @@ def granite(said: GgufHeader, logits_by: float | None = None) -> Fields:
 
 def granitehybrid(said: GgufHeader) -> Fields:
     keys = said.get("attention.head_count_kv")
-    if recurrent := (keys if isinstance(keys, list) else [keys] * said.number("block_count")).count(0):
+    if recurrent := (keys if isinstance(keys, list) else [keys] * said.layers).count(0):
         raise said.refused(f"has {recurrent} recurrent layers, which specdec does not run", "use another model")
     logits_by = said.number("logit_scale", 0) or 1.0
     return granitemoe(said, logits_by) if said.number("expert_count", 0) else granite(said, logits_by)
@@ -65,6 +88,18 @@ def gpt_oss(said: GgufHeader) -> Fields:
     own |= {"sliding_window": said.number("attention.sliding_window"), "attention_bias": True}
     own |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as llama.cpp has it, for which there is no key
     return {**own, **kinds_of_layers(windowed(said, 2)), **turns(said)}
+
+
+def glm4moe(said: GgufHeader) -> Fields:
+    no_sections(said)
+    said.only("expert_gating_func", _SIGMOID, 0)
+    own = experts(said, "glm4_moe", "n_routed_experts", width="moe_intermediate_size")
+    own |= {"n_group": 1, "topk_group": 1, "n_shared_experts": said.number("expert_shared_count")}
+    own |= {"routed_scaling_factor": said.number("expert_weights_scale", 0) or 1.0}
+    own |= {"norm_topk_prob": bool(said.get("expert_weights_norm", False))}
+    own |= {"first_k_dense_replace": said.number("leading_dense_block_count", 0)}
+    own |= {"use_qk_norm": "blk.0.attn_q_norm.weight" in said.names, "attention_bias": biased(said)}
+    return {**own, **turns(said, partial=True)}
 
 
 def hunyuan_moe(said: GgufHeader) -> Fields:

@@ -24,7 +24,9 @@ __all__ = [
 ]
 
 _LAYERS = 8191
-_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
+_OUTPUT = "attn_output"
+_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_qkv", _OUTPUT)
+_ADDS_TO_OUTPUT = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3")
 _FREQUENCIES = "rope_freqs.weight"
 _SHORT, _FAR = "rope_factors_short.weight", "rope_factors_long.weight"
 _LONG = ("phi3",)  # has one divisor of each frequency up to the original context, and another one beyond it
@@ -136,7 +138,7 @@ def turns(said: GgufHeader, *, partial: bool = False) -> dict[str, Any]:
 def sizes(said: GgufHeader) -> dict[str, Any]:
     """Sizes of the model, whose heads are all of one width."""
     heads, dim = said.heads
-    layers = said.number("block_count")
+    layers = said.layers
     if not 1 <= layers <= _LAYERS:
         raise said.refused(f"says {layers} layers", "get it again")
     said.only("attention.value_length", dim)
@@ -178,8 +180,15 @@ def _rms_norm(said: GgufHeader) -> dict[str, Any]:
 
 
 def biased(said: GgufHeader, *names: str) -> bool:
-    """Whether one of these tensors of the first layer has a bias, or of attention's; those that a file lacks are 0."""
-    return any(f"blk.0.{name}.bias" in said.names for name in names or _ATTENTION)
+    """Whether one of these tensors, or of attention's, has a bias in some layer; those that a file lacks are 0.
+
+    Raises:
+        CheckpointError: attention's output has one, and llama.cpp adds none in this architecture.
+    """
+    found = {name.split(".")[-2] for name in said.names if name.startswith("blk.") and name.endswith(".bias")}
+    if not names and _OUTPUT in found and said.architecture not in _ADDS_TO_OUTPUT:
+        raise said.refused(f"has biases of {_OUTPUT}, which llama.cpp does not add for {said.architecture}")
+    return not found.isdisjoint(names or _ATTENTION)
 
 
 def experts(said: GgufHeader, model_type: str, count: str, *, width: str = "") -> dict[str, Any]:
@@ -211,7 +220,7 @@ def no_sections(said: GgufHeader) -> None:
 
 def windowed(said: GgufHeader, every: int) -> list[bool]:
     """Which layers have a window: all but each ``every``-th one, unless the file says which."""
-    layers, pattern = said.number("block_count"), said.get("attention.sliding_window_pattern", every)
+    layers, pattern = said.layers, said.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, list):
         return [bool(one) for one in pattern[:layers]]
     return [not pattern or layer % pattern < pattern - 1 for layer in range(layers)]
@@ -224,4 +233,4 @@ def kinds_of_layers(local: list[bool]) -> dict[str, Any]:
 
 def no_windows(said: GgufHeader) -> dict[str, Any]:
     """Of a family that has them elsewhere."""
-    return {"use_sliding_window": False, **kinds_of_layers([False] * said.number("block_count"))}
+    return {"use_sliding_window": False, **kinds_of_layers([False] * said.layers)}

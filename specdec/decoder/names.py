@@ -78,7 +78,7 @@ class Names:
     """What the tensors of a family are called.
 
     Attributes:
-        decoder: part -> patterns of its module, in the decoder.
+        decoder: part -> patterns of its module, in the decoder; or part and kind -> patterns of its tensor.
         prefixes: of the decoder, each of which stands before all of its names; transformers' own first.
         heads: names of the head.
         experts: what is fused -> patterns of its tensor, in the decoder; their biases have ``_bias`` behind it.
@@ -110,7 +110,9 @@ class Names:
             behind = "" if weight.kind == "weight" else f"_{weight.kind}"
             yield from (f"{prefix}{one.format(**places)}{behind}" for one in self.experts.get(weight.part, ()))
         else:
-            modules, behind = self.decoder.get(weight.part, ()), weight.kind and f".{weight.kind}"
+            modules, behind = self.decoder.get(f"{weight.part}.{weight.kind}", ()), ""
+            if not modules:
+                modules, behind = self.decoder.get(weight.part, ()), weight.kind and f".{weight.kind}"
             yield from (f"{prefix}{module.format(**places)}{behind}" for module in modules)
 
     def own(self, weight: Weight) -> str:
@@ -134,6 +136,8 @@ def shapes_of(spec: DecoderSpec) -> dict[Weight, Shape]:
     found |= dict(_norm_shapes("norm", spec.head.norm, spec.hidden))
     if not spec.head.tied:
         found[Weight("head")] = (spec.vocab, spec.hidden)
+    if spec.head.bias:
+        found[Weight("head", kind="bias")] = (spec.vocab,)
     for number, layer in enumerate(spec.layers):
         found |= {weight._replace(layer=number): shape for weight, shape in _layer_shapes(layer, spec.hidden)}
     return found

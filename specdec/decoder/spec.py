@@ -236,16 +236,18 @@ class Head:
         tied: whether the embedding's table is the head's.
         cap: of logits, by a tanh; 0 for none.
         scale: of logits, before the cap.
+        bias: whether the product that gives logits has one.
     """
 
     norm: Norm
     tied: bool
     cap: float = 0.0
     scale: float = 1.0
+    bias: bool = False
 
     @property
     def is_product(self) -> bool:
-        """Whether logits are a product's results as they are."""
+        """Whether logits are a product's results, with its bias, as they are."""
         return self.cap == 0.0 and self.scale == 1.0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.decoder.family_parts import (
     KINDS,
+    added_biases,
     alike,
     biased_layer_norm,
     biased_mlp,
@@ -130,7 +131,8 @@ def _without_rope(layer: Layer) -> Layer:
 def phi3(settings: Settings) -> list[Layer]:
     settings.said("resid_pdrop", "embd_pdrop")
     settings.said("original_max_position_embeddings", "partial_rotary_factor")  # in rope_parameters
-    return alike(settings, read_attention(settings, partial=True, window=window_of(settings)), read_gated(settings))
+    attention = read_attention(settings, partial=True, bias=added_biases(settings), window=window_of(settings))
+    return alike(settings, attention, read_gated(settings))
 
 
 def glm(settings: Settings, **more: Any) -> list[Layer]:
@@ -164,7 +166,8 @@ def _normed_after(settings: Settings, **more: Any) -> Layer:
 def exaone4(settings: Settings) -> list[Layer]:
     settings.said("sliding_window_pattern")  # in layer_types
     norm, window = read_norm(settings), window_of(settings)
-    own = Layer(read_attention(settings, qk_norm=norm), read_gated(settings), (None, None), (norm, norm))
+    attention = read_attention(settings, bias=added_biases(settings), qk_norm=norm)
+    own = Layer(attention, read_gated(settings), (None, None), (norm, norm))
     full = own if window is None else _without_rope(own)
     return of_kinds(settings, full, replace(own, mixer=replace(own.attention, window=window)))
 
@@ -255,7 +258,8 @@ def gpt_oss(settings: Settings) -> list[Layer]:
 def ministral3(settings: Settings) -> list[Layer]:
     by, every = read_growth(settings)
     rope, growth = read_rope(settings, head_dim_of(settings), grows=True), Growth(by, every) if by else None
-    attention = read_attention(settings, rope=rope, window=window_of(settings), growth=growth)
+    more: dict[str, Any] = {"bias": added_biases(settings), "window": window_of(settings)}
+    attention = read_attention(settings, rope=rope, growth=growth, **more)
     return alike(settings, attention, read_gated(settings))
 
 

@@ -22,7 +22,7 @@ __all__ = ["NativeLayers", "Turns", "address_of", "runs_heads_of", "why_not"]
 _DTYPES = (torch.float32, torch.bfloat16)
 _KNOWN = LIKE_LLAMA | {
     *("Experts", "Attention.cap", "Attention.norms_all", "Norm.offset", "Norm.rounds_first"),
-    *("Layer.after", "Embedding.scale", "Head.cap", "gelu", "gelu_tanh", "relu"),
+    *("Layer.after", "Embedding.scale", "Head.cap", "Head.bias", "gelu", "gelu_tanh", "relu"),
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from specdec.decoder.spec import Attention, Experts, Head, Mixer
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer, layer_around
 from specdec.execute.short_conv import gated_conv
-from specdec.execute.weights import DecoderWeights, Kernel, rows_of
+from specdec.execute.weights import DecoderWeights, Kernel, bias_of, rows_of
 from specdec.runners.attention import attend, describe_backend
 from specdec.runners.linear import DenseLinear, HeadOf, PackedWeight, linear_kernel
 from specdec.runners.recording import Recording
@@ -227,8 +227,11 @@ class TorchExecutor:
         after = None if own.is_product else partial(_finished, own)
         if tokens is None and dtype is None:
             return HeadOf(head, after)
-        weight = rows_of(head, range(self.spec.vocab) if tokens is None else tokens)
-        return HeadOf(linear_kernel(weight) if dtype is None else DenseLinear(weight.to(dtype)), after)
+        rows = range(self.spec.vocab) if tokens is None else tokens
+        weight, bias = rows_of(head, rows), bias_of(head, rows)
+        if dtype is None:
+            return HeadOf(linear_kernel(weight, bias), after)
+        return HeadOf(DenseLinear(weight.to(dtype), None if bias is None else bias.to(dtype)), after)
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:

@@ -20,10 +20,17 @@ from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import DenseLinear, PackedWeight
 from specdec.runners.memory_pages import trim_heap
 
-__all__ = ["DecoderWeights", "Kernel", "LayersWeights", "rows_of"]
+__all__ = ["DecoderWeights", "Kernel", "LayersWeights", "bias_of", "rows_of"]
 
 Kernel = DenseLinear | PackedWeight
 _QKV = ("attention.q", "attention.k", "attention.v")
+
+
+def bias_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor | None:
+    """[n] the bias of these rows of a product; None where it has none."""
+    if kernel.bias is None:
+        return None
+    return kernel.bias[slice(rows.start, rows.stop) if isinstance(rows, range) else rows.to(kernel.bias.device)]
 
 
 def rows_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor:
@@ -151,7 +158,7 @@ class LayersWeights:
 
     def read_product(self, *weights: Weight) -> Kernel:
         """The product by these weights, one above the other."""
-        biases = [own for weight in weights if self._checkpoint.has(own := weight._replace(kind="bias"))]
+        biases = [own for weight in weights if self._checkpoint.has(own := _bias_of(weight))]
         bias = self._optional([*map(self._checkpoint.read, biases)])
         blocks = self._in_blocks(weights, bias) if len(biases) in (0, len(weights)) else None
         kernel = blocks or self._made([*map(self._checkpoint.read, weights)], bias)
@@ -162,7 +169,7 @@ class LayersWeights:
             back = self._checkpoint.as_named(weight)
             self._named[weight] = partial(_part, kernel, range(start, stop), back)
             if bias is not None:
-                self._named[weight._replace(kind="bias")] = partial(back, bias[start:stop])
+                self._named[_bias_of(weight)] = partial(back, bias[start:stop])
             start = stop
         return kernel
 
@@ -260,6 +267,11 @@ class DecoderWeights(LayersWeights):
         else:
             self.embedding = self.head.weight if isinstance(self.head, DenseLinear) else self.head
         self.norm = self.read_norm(norm, Weight("norm"))
+
+
+def _bias_of(weight: Weight) -> Weight:
+    """The bias of its product; an embedding is multiplied by where the head is tied to it."""
+    return weight._replace(part="head" if weight.part == "embedding" else weight.part, kind="bias")
 
 
 def _sides(norms: Sequence[Norm | None]) -> Iterator[tuple[Norm | None, str]]:

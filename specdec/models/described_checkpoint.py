@@ -15,8 +15,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from specdec.decoder.families import FAMILIES, spec_of
-from specdec.decoder.gguf_said import factors_read
-from specdec.decoder.names import Names, shapes_of
+from specdec.decoder.names import Names
 from specdec.decoder.settings import Settings
 from specdec.decoder.spec import DecoderSpec, UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
@@ -28,7 +27,7 @@ from specdec.execute.native_layers import why_not
 from specdec.models.folders import refuse_adapter, refuse_integers, refuse_others, remedy_for
 from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
 from specdec.models.gguf_source import GGUF_NAMES, GgufSource, kept_as
-from specdec.models.gguf_tensors import check_known, check_read
+from specdec.models.gguf_tensors import check_tensors, predicting
 from specdec.models.inspection import end_ids, refuse_unfit
 from specdec.models.loading import check_folder, check_sizes, mtp_layers
 from specdec.models.long_context import take_long_factors
@@ -258,13 +257,15 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     names = FAMILIES[fields["model_type"]].names
     dtype = wanted.dtype or (torch.float32 if _runs_float16(file, spec, wanted) else file.dtype)
     why = wanted.why_dense(spec, dtype, _why_none_stays(file, dtype, int8=wanted.int8))
-    _check_tensors(file, spec, names)
+    check_tensors(file.table, spec, names)
     config = config_of(fields)
     config.dtype = dtype
-    source: Source = GgufSource(file.table, fields["head_dim"], dtype)
+    heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    source: Source = GgufSource(file.table, heads, fields["head_dim"], dtype)
     generation = generation_of(file, config)
+    called = replace(GGUF_NAMES, ignored=predicting(file.table, len(spec.layers)))
     return DescribedCheckpoint(
-        checkpoint=Checkpoint(spec, names, source, GGUF_NAMES),
+        checkpoint=Checkpoint(spec, names, source, called),
         dtype=dtype,
         config=config,
         generation_config=generation,
@@ -287,18 +288,3 @@ def _why_none_stays(file: GgufFile, dtype: torch.dtype, *, int8: bool = False) -
     if not kept:
         return "none of its weights are in blocks that native layers read"
     return "none of its weights are in blocks of integers" if int8 and not any(k.has_integers for k in kept) else None
-
-
-def _check_tensors(file: GgufFile, spec: DecoderSpec, names: Names) -> None:
-    """Raises CheckpointError, by its cause, for a tensor that the decoder has no place for."""
-    have, expected, missing = {*file.names}, {*factors_read(file.table.architecture)}, False
-    for weight in shapes_of(spec):
-        wholes = [weight._replace(part=whole) for whole, parts in names.stacked.items() if weight.part in parts]
-        own = {name for one in (weight, *wholes) for name in GGUF_NAMES.candidates(one, "")}
-        if weight.expert is not None:  # those of a layer are in one
-            own = {name.replace(f".{weight.expert}.", ".") for name in own}
-        expected |= own
-        missing = missing or (weight.kind == "weight" and not own & have)
-    check_known(file.table, expected)
-    if not missing:  # else that is said first
-        check_read(file.table, expected)

@@ -87,8 +87,9 @@ class GgufFile:
             found: list[float] = self.table.dequantised(entries[name]).ravel().tolist()
             return found
 
-        fields = fields_of(GgufHeader(self.table.architecture, self.metadata, entries, numbers, self.table.where))
-        check_blocks(self.table, fields["num_hidden_layers"])
+        header = GgufHeader(self.table.architecture, self.metadata, entries, numbers, self.table.where)
+        fields = fields_of(header)
+        check_blocks(self.table, fields["num_hidden_layers"], header.behind)
         take_long_factors(fields, asked)
         return fields
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from specdec.decoder.gguf_said import factors_read
-from specdec.decoder.names import Names
+from specdec.decoder.names import CHOICE, Names
 from specdec.decoder.weights.mxfp4 import Mxfp4Rows
+from specdec.errors import CheckpointError
 from specdec.models.gguf_table import TensorEntry, TensorTable
 from specdec.native.formats import WeightFormat, formats
 from specdec.runners.block_weight import BlockTensor
@@ -22,7 +23,7 @@ __all__ = ["GGUF_NAMES", "GgufSource", "kept_as", "undone"]
 _MXFP4, _Q5_0 = 39, 6  # ggml's numbers; blocks of the latter hold those of the former
 _NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "mistral3")
 """Architectures whose files have values that turn together beside each other; transformers: half a head apart."""
-_EXPERTS_BIAS, _ONE_ROW = "_exps.bias", ".ffn_gate_inp_shexp.weight"
+_FUSED, _EXPERTS_BIAS, _ONE_ROW = ".attn_qkv.", "_exps.bias", ".ffn_gate_inp_shexp.weight"
 _OFFSET = ("gemma", "gemma2", "gemma3")
 """Those whose files have norms with the 1 that is added to their weights."""
 
@@ -47,6 +48,7 @@ GGUF_NAMES = Names(
                 **{"experts.gate": "ffn_gate_exps.{expert}", "experts.up": "ffn_up_exps.{expert}"},
                 **{"experts.down": "ffn_down_exps.{expert}"},
                 **{f"shared.{one}": f"ffn_{one}_shexp" for one in ("gate", "up", "down")},
+                f"experts.router.{CHOICE}": "exp_probs_b.bias",
                 **{"shared.router": "ffn_gate_inp_shexp", "attention.sinks": "attn_sinks.weight"},
             }.items()
         },
@@ -55,6 +57,7 @@ GGUF_NAMES = Names(
     heads=("output",),
     experts={},
     ignored=(),
+    stacked={"attention.qkv": ("attention.q", "attention.k", "attention.v")},
 )
 """What llama.cpp calls a decoder's tensors; experts are numbered here, as a file has those of a layer in one."""
 
@@ -86,17 +89,23 @@ class GgufSource:
 
     Args:
         table: of a file.
+        heads: how many there are of queries, and of keys.
         dim: of a head.
         dtype: of the computation.
+
+    Raises:
+        CheckpointError: queries, keys and values in one have other rows than their heads, or some of them are there
+            apart as well.
     """
 
     biases_lack = True  # as in llama.cpp
 
-    def __init__(self, table: TensorTable, dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, table: TensorTable, heads: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
         self.where, self._table, self._dtype = table.where, table, dtype
         self._undone = partial(undone, table.architecture, dim)
         factors = factors_read(table.architecture)
-        own = [entry for entry in table.entries if entry.name not in factors]
+        rows = [count * dim for count in (heads[0], heads[1], heads[1])]
+        own = [one for entry in table.entries if entry.name not in factors for one in _apart(table, entry, rows)]
         every = [entry for entry in own if len(entry.shape) == 3 or entry.name.endswith(_EXPERTS_BIAS)]
         self._experts = {one.name: one for entry in every for one in _each(entry)}
         self._entries = {entry.name: _as_matrix(entry) for entry in own if entry not in every}
@@ -137,6 +146,32 @@ def _mxfp4(rows: np.ndarray) -> BlockTensor | None:
     """Rows [out, bytes] of blocks of MXFP4 in those of integers."""
     blocks = rows.reshape(len(rows), -1, 17)
     return Mxfp4Rows(blocks[..., 0], blocks[..., 1:], partial(release_pages, rows)).tensor()
+
+
+def _apart(table: TensorTable, entry: TensorEntry, rows: Sequence[int]) -> list[TensorEntry]:
+    """The parts of a layer's queries, keys and values in one, of so many rows each; any other tensor as it is."""
+    layer, fused, kind = entry.name.partition(_FUSED)
+    if not fused:
+        return [entry]
+    there = {other.name for other in table.entries}
+    if kind == "weight" and 0 < sum(f"{layer}.attn_{name}.bias" in there for name in "qkv") < 3:
+        raise CheckpointError(
+            f"{table.where} has {entry.name}, to which llama.cpp adds biases where all three are there; get it again"
+        )
+    if entry.shape[0] != sum(rows):
+        raise CheckpointError(
+            f"{table.where} has {entry.name} of {entry.shape[0]} rows, not {sum(rows)} as its heads say; it is broken: "
+            "get it again"
+        )
+    parts, start = list[TensorEntry](), 0
+    for name, count in zip("qkv", rows, strict=True):
+        size, named = entry.size // sum(rows), f"{layer}.attn_{name}.{kind}"
+        if named in there:
+            raise CheckpointError(f"{table.where} has {entry.name} and {named}, which is a part of it; get it again")
+        shape, offset = (count, *entry.shape[1:]), entry.offset + start * size
+        parts.append(replace(entry, name=named, shape=shape, offset=offset, size=count * size))
+        start += count
+    return parts
 
 
 def _each(entry: TensorEntry) -> list[TensorEntry]:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from specdec.decoder.names import CHOICE, FUSED, Weight
+from specdec.errors import ConfigError
 from specdec.models.described_checkpoint import DescribedCheckpoint
 from specdec.models.gguf import is_gguf
 from specdec.models.loading import load_weights
@@ -86,12 +88,20 @@ def _made(config: Any, weights: Mapping[str, torch.Tensor], dtype: Any, device_m
     """A model of weights by transformers' names, which may be spread over devices or processes."""
     classes: Any = AutoModelForCausalLM
     config._experts_implementation = "eager"  # which takes every dtype
+    with init_empty_weights(include_buffers=False):
+        model: Any = classes.from_config(config, dtype=dtype)
+    added = [name for name in weights.keys() - model.state_dict().keys() if name.endswith(".bias")]
     if device_map is None and not split:
-        with init_empty_weights(include_buffers=False):
-            model: Any = classes.from_config(config, dtype=dtype)
+        for name in added:  # a product of any class can have one
+            model.get_submodule(name.removesuffix(".bias")).bias = nn.Parameter(weights[name])
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
         return model.eval()
+    if added:
+        raise ConfigError(
+            f"{len(added)} biases, such as {min(added)}, have no place in transformers' {type(model).__name__}, which "
+            "spreads a model over devices and processes: leave device_map out"
+        )
     plan = DistributedConfig(tp_plan="auto") if split else None
     model = classes._model_mapping[type(config)].from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, device_map=device_map, distributed_config=plan

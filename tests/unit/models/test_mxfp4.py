@@ -223,7 +223,7 @@ def test_a_file_of_gpt_oss_runs_in_blocks(tmp_path: Path) -> None:
     shapes |= {f"blk.{layer}.ffn_{part}_exps.bias": (EXPERTS, 64) for layer in range(9) for part in PARTS}
     have = {name: shapes[name] for name in shapes_of("gpt-oss") if name in shapes}
     said = {"expert_feed_forward_length": 64}
-    file = write_family(tmp_path / "a.gguf", "gpt-oss", said, have, experts_in="MXFP4")
+    file = write_family(tmp_path / "a.gguf", "gpt-oss", said, have, types={"_exps.weight": "MXFP4"})
     assert_runs_in_blocks(
         file, weights_of(TransformersTarget.from_pretrained(file, dtype="float32", execution="modules"))
     )
