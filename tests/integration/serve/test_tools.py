@@ -215,7 +215,7 @@ def test_another_chat_template(tiny_engine: Engine, tmp_path: Path) -> None:
     assert with_chat_template(tiny_engine.tokenizer, file).apply_chat_template(talk, tokenize=False) == "Hi!"
     assert tiny_engine.tokenizer.chat_template == before
     file.write_text("{% if %}")
-    with pytest.raises(ConfigError, match=r"own\.jinja', which is no template: .*; mend its line 1"):
+    with pytest.raises(ConfigError, match=r"own\.ji.*, which is no template: .*; mend its line 1"):
         with_chat_template(tiny_engine.tokenizer, file)
     with pytest.raises(ConfigError, match=r"chat_template is 'chatmal', .*; give a file, or one of chatml, llama3"):
         with_chat_template(tiny_engine.tokenizer, "chatmal")
