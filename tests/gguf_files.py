@@ -142,13 +142,19 @@ def write_pieces(
 
 def widened(file: Path, to: Path) -> Path:
     """The same file with its tensors in float32."""
+    return rewritten(file, to, lambda tensor: (gguf.quants.dequantize(tensor.data, tensor.tensor_type), None))
+
+
+def rewritten(file: Path, to: Path, change: Callable[[Any], tuple[Any, Any]]) -> Path:
+    """The same file with other tensors; ``change`` gives one's data, and the type of its blocks or None."""
     read = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(to, read.fields["general.architecture"].contents())
     for name, field in read.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
             writer.add_key_value(name, field.contents(), *field.types[:2])
     for tensor in read.tensors:
-        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        data, kind = change(tensor)
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

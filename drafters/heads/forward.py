@@ -100,9 +100,9 @@ class HeadForward:
         return states if self.fused_norm is None else self.fused_norm(states)
 
     def entering(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The residual stream [T, W], and the first attention's input [T, 2 W]; None where that is the stream.
+        """The residual stream [T, W] and the input of the first attention [T, 2 W], of embeddings and states [T, W].
 
-        Both are made of embeddings and states [T, W].
+        The second is None if the first attention reads the residual stream.
         """
         if self.spec.fuse == "join":
             assert self.fc is not None
@@ -124,7 +124,7 @@ class HeadForward:
         Args:
             hidden: [T, W].
             attend: attention of each layer; of the last one it has the ``wanted`` rows.
-            reads: the first attention's input; None where that is the stream.
+            reads: [T, 2 W] input of the first attention; None if it reads the residual stream.
             wanted: rows that are wanted of the last layer; None for all.
         """
         last = len(self.layers) - 1

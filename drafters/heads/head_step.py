@@ -86,7 +86,10 @@ class HeadStep:
 
 
 def last_rows(every: torch.Tensor, rows: Rows, counts: Sequence[int]) -> torch.Tensor:
-    """So many last rows of each sequence, of all rows [T, ...]; sliced, as an index would cost a copy to a device."""
+    """The last ``counts[i]`` rows of sequence i, taken from all rows [T, ...] by slices.
+
+    An index would cost a copy to a device.
+    """
     parts = [every[part.ends - count : part.ends] for part, count in zip(rows.parts, counts, strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

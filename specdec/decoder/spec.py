@@ -174,7 +174,7 @@ class Experts:
         norm: the shares of a row's experts add up to one; else they are what the router says.
         router: what says how likely; None for the softmax of a logit for each.
         shared: width of one more, which each row has in full; 0 for none.
-        shared_gate: what that one gives is multiplied by the sigmoid of a logit of the row.
+        shared_gate: the output of the shared MLP is multiplied by the sigmoid of a logit, one a row.
         bias: of the router and of each expert.
         clamp: in place of ``act``, in experts; None for none.
     """

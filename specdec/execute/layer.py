@@ -90,7 +90,6 @@ def layer(
     mix: Mix,
     parts: Part = Part.BOTH,
     *,
-    reads: torch.Tensor | None = None,
     wanted: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """[T, D] rows through a layer that has attention, or through these of its parts.
@@ -98,16 +97,15 @@ def layer(
     Args:
         spec: what it computes.
         weights: by what.
-        hidden: [T, D]; [N, D] where ``reads`` are of other rows, too, which have keys and values alone.
+        hidden: [T, D].
         angles: rotary positions [T, d].
         mix: attention.
         parts: what runs.
-        reads: [T, I] the input of queries, keys and values; None for ``hidden``, normed. EAGLE's heads have another.
         wanted: the N rows that go on, for which ``mix`` gives [1, H, N, d]; the others are only attended to.
     """
     own: Any = spec.mixer
     attend = partial(attention, own, weights, angles=angles, mix=mix)
-    return layer_around(spec, weights, hidden, attend, parts, reads=reads, wanted=wanted)
+    return layer_around(spec, weights, hidden, attend, parts, wanted=wanted)
 
 
 def layer_around(

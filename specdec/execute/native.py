@@ -229,7 +229,7 @@ def run_layers(
 
     Raises:
         IndexError: the embedding lacks a token.
-        MemoryError: there is none for so many rows.
+        MemoryError: the library cannot allocate buffers for this number of rows.
     """
     told, _ = rows
     start, dtype = None, layers.dtype

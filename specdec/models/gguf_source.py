@@ -149,7 +149,7 @@ def _mxfp4(rows: np.ndarray) -> BlockTensor | None:
 
 
 def _apart(table: TensorTable, entry: TensorEntry, rows: Sequence[int]) -> list[TensorEntry]:
-    """The parts of a layer's queries, keys and values in one, of so many rows each; any other tensor as it is."""
+    """A fused ``attn_qkv`` as three tensors, whose numbers of rows are ``rows``; any other tensor alone."""
     layer, fused, kind = entry.name.partition(_FUSED)
     if not fused:
         return [entry]

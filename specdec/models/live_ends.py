@@ -107,7 +107,7 @@ class LiveEnds:
 
 
 def _scale(found: torch.Tensor, expected: torch.Tensor | None) -> float:
-    """The multiple of one tensor that comes nearest to the other; 1 where that is as good."""
+    """The factor by which ``found`` comes nearest to ``expected``; 1 if both are equal but for rounding."""
     if expected is None or found.shape != expected.shape or _alike(found, expected):
         return 1.0
     own, other = (part.to(found.device).double().flatten() for part in (found, expected))

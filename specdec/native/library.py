@@ -297,7 +297,7 @@ def check_done(failed: Any, function: Any, arguments: Any) -> Any:
 
     Raises:
         IndexError: an embedding lacks a token.
-        MemoryError: there is none for so many rows.
+        MemoryError: the library cannot allocate buffers for this number of rows.
     """
     if failed == _NO_ROW:
         raise IndexError(f"{function.__name__} has no embedding for one of its tokens")

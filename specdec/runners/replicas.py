@@ -58,7 +58,9 @@ class Replicas:
         state["_modules"] = {
             name: None if child is None else self._make(child) for name, child in module._modules.items()
         }
-        for table in _HOOKS:  # called with the module itself, as they may look for it, where that is in this mode
+        for (
+            table
+        ) in _HOOKS:  # a hook gets the module itself, as it may look for it; a training module keeps its own hooks
             if state[table] and not module.training:
                 hooks = {key: partial(self._call_hook, hook, module) for key, hook in state[table].items()}
                 state[table] = OrderedDict(hooks)

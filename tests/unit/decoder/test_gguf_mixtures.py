@@ -15,7 +15,7 @@ from specdec.models.live_model import load_model
 from specdec.native.library import library
 from specdec.runners.block_weight import BlockWeight
 from tests.gguf_families import DIM, EXPERTS, HEADS, VOCABULARY, WIDTH, shapes_of, write_family
-from tests.gguf_files import widened
+from tests.gguf_files import rewritten, widened
 from tests.llama_cpp import LlamaCpp, apart, log_probabilities
 from tests.models import logits_of
 
@@ -33,21 +33,13 @@ def even_experts() -> dict[str, tuple[int, ...]]:
 
 def packed(file: Path, to: Path, kind: Any = gguf.GGMLQuantizationType.MXFP4, part: str = "_exps.weight") -> Path:
     """The same file with matrices whose names end so, and whose rows can be, in blocks of a kind."""
-    read = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(to, read.fields["general.architecture"].contents())
-    for name, field in read.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            writer.add_key_value(name, field.contents(), *field.types[:2])
-    for tensor in read.tensors:
+
+    def change(tensor: Any) -> tuple[Any, Any]:
         if tensor.name.endswith(part) and len(tensor.shape) > 1 and tensor.shape[0] % 32 == 0:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return to
+            return gguf.quants.quantize(np.array(tensor.data), kind), kind
+        return tensor.data, None
+
+    return rewritten(file, to, change)
 
 
 def test_blocks_of_mxfp4_are_what_llama_cpp_takes_them_for(llama_cpp: LlamaCpp, tmp_path: Path) -> None:
