@@ -80,7 +80,7 @@ class Reciter(Target):
         rows = range(step.rows) if wanted is None else wanted
         logits = torch.zeros(len(rows), self.vocab_size, dtype=self.dtype)
         for place, row in enumerate(rows):
-            logits[place, self.rule(self.text(step, row))] = 10
+            logits[place, self.rule(self.text(step, row))] = 1000  # at T = 1 too no other token has a chance
         return StepOutput(logits, wanted, out=hidden)
 
     def _begins(self, step: StepInput) -> list[int]:
