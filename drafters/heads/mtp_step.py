@@ -27,7 +27,6 @@ from specdec.execute.torch import stored_and_attended
 from specdec.execute.weights import LayersWeights
 from specdec.runners.linear import linear_kernel
 from specdec.runners.sent_rows import rows_on
-from specdec.step import device_copies
 from specdec.step.joining import joined
 from specdec.target import Target
 
@@ -151,8 +150,7 @@ class MtpStep:
         rows = rows_on(self.device, joined([one.step for one in brought]))
         parts = [part for one in brought for part in (one.features, one.states) if part is not None]
         before = torch.cat([part.to(self.device, self.dtype) for part in parts])
-        there = device_copies.is_apart(self.device)  # where tokens that it drafted are not read
-        embedded = self._target.embed(rows.tokens[0] if there else rows.step.ids).to(self.device, self.dtype)
+        embedded = self._target.embed(rows.tokens[0]).to(self.device, self.dtype)
         weights, own = self._weights, self._layers[place]
         both = [norm(part) for norm, part in zip(weights.norms[place], (embedded, before), strict=True)]
         hidden = weights.joins[place](torch.cat(both[::-1] if self._hidden_first else both, -1))

@@ -95,9 +95,10 @@ class TorchExecutor:
         cap = next((own.cap for own in self.spec.attentions if own.cap), None)
         return describe_backend(self.backend, [*map(self._cached, self.spec.attentions)], cap)
 
-    def graphs(self) -> str:
-        """How steps are replayed as CUDA graphs, or why they are not."""
-        return f"not used: {self.name} layers are launched operation by operation"
+    def graphs(self) -> str | None:
+        """How steps are replayed as CUDA graphs, or why they are not; None on a CPU."""
+        on_cpu = self.device.type == "cpu"
+        return None if on_cpu else f"not used: {self.name} layers are launched operation by operation"
 
     def cuts(self) -> str | None:
         """How products are cut that have several ways of the same numbers, and why; None where there is one way."""
