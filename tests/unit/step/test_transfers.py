@@ -33,7 +33,7 @@ from specdec.sampling import noise, processors
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.verify import match
 from specdec.step import device_copies, forward_passes
-from specdec.step.step_io import StepInput, Wanted
+from specdec.step.step_io import StepInput, Walk, Wanted
 from specdec.step.step_output import StepOutput
 from specdec.target import run_steps
 from tests import seam
@@ -210,7 +210,7 @@ def test_one_copy_in_for_any_number_of_sequences(
             own.fill([at % 9] * (1 + at % 3), 3, again=False)
 
         def steps() -> list[StepInput]:
-            wanted = Wanted(unread=[[7]])
+            wanted = Wanted(walks=(Walk(unread=[7]),))
             return [own.rows(draft, wanted=wanted) for draft, own in zip(drafts, texts, strict=True)]
 
         alone = torch.cat([target.forward(step).out for step in steps()])
@@ -321,7 +321,7 @@ def test_all_rows_at_once_are_the_rows_one_by_one(name: str, parents: list[int],
     assert sampler.takes_together
     assert not sampler.reads_drafts
     depths = [draft.depths[row] for row in rows]
-    wanted = Wanted(np.array(rows), unread=[()])
+    wanted = Wanted(np.array(rows), walks=(Walk(unread=()),))
     paths = seam.text(target_of("llama")).sent(draft, wanted=wanted).paths(torch.device("cpu"))
     found = sampler.together(logits, paths, None, depths)
     scores = StepOutput(logits.clone(), rows)
@@ -674,7 +674,8 @@ def test_the_device_walks_as_the_host_does(parents: list[int], data: st.DataObje
     accept, alone = may_accept(draft, sampler, walks=True)
     assert alone
     verdict, asked = match(draft, scores, sampler), None if rows is None else np.array(rows)
-    for wanted in (Wanted(asked, accept=accept, decides=(True,)), Wanted(asked, accept=accept)):
+    for decides in (True, False):
+        wanted = Wanted(asked, walks=(Walk(accept, decides),))
         sent = seam.text(target_of("llama")).sent(draft, wanted=wanted)
         assert sent.walk(scores.argmax_there).tolist() == [verdict.path[-1], len(verdict.path) - 1, verdict.tokens[-1]]
 
