@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, RopeTables, grown
 from specdec.decoder.spec import Attention, Experts, Head, Mixer
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer, layer_around
 from specdec.execute.short_conv import gated_conv
-from specdec.execute.weights import DecoderWeights, Kernel, bias_of, rows_of
+from specdec.execute.weights import DecoderWeights, Kernel, bias_of, look_up, rows_of
 from specdec.runners.attention import attend, describe_backend
 from specdec.runners.linear import DenseLinear, HeadOf, PackedWeight, linear_kernel
 from specdec.runners.recording import Recording
@@ -199,8 +198,7 @@ class TorchExecutor:
         return self.head(chosen if FINAL in found else self.norm(chosen))
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        table = self._weights.embedding
-        found = table.look_up(tokens.tolist()) if isinstance(table, PackedWeight) else F.embedding(tokens, table)
+        found = look_up(self._weights.embedding, tokens)
         return found if self.spec.embedding.scale == 1.0 else found * self._scale
 
     def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:

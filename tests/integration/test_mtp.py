@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from drafters.heads.mtp import own_layers
+from drafters.heads.mtp_finding import own_layers
 from specdec import Engine
 from specdec.costs.curve import roofline
 from specdec.decoder.names import CHOICE
