@@ -10,7 +10,7 @@ import warnings
 from contextlib import suppress
 
 from drafters.heads.eagle import Eagle
-from drafters.heads.mtp import own_layers
+from drafters.heads.mtp_finding import own_layers
 from drafters.union.merge import Merged, MergedConfig
 from specdec.drafter import Drafter
 from specdec.drafting.registry import make_drafter

@@ -161,7 +161,7 @@ CASES = [
 CASES += [
     Case(
         family,
-        "a layer of multi-token prediction, which is not run",
+        "a layer of multi-token prediction, which `mtp` alone runs",
         {"block_count": FAMILIES[family].layers + 1, "nextn_predict_layers": 1},
         predicting_of(family),
     )

@@ -72,7 +72,7 @@ class Context:
     sampling: SamplingParams
     noise: Noise
     rng: random.Random
-    costs: CostCurve = field(default_factory=lambda: roofline("cpu"))
+    costs: CostCurve = field(default_factory=roofline)
     policy: RowPolicy | None = None
     isolated: bool = False
     prediction: Sequence[int] = ()

@@ -210,7 +210,7 @@ def tiny_engine() -> Engine:
     from specdec.models.transformers_target import TransformersTarget
 
     target = TransformersTarget.from_pretrained("tiny", dtype=torch.float64, execution="fused")
-    return Engine(target, load_tokenizer("tiny"), policy="acceptance", costs=roofline("cpu"))
+    return Engine(target, load_tokenizer("tiny"), policy="acceptance", costs=roofline())
 
 
 @pytest.fixture(scope="session")

@@ -237,24 +237,11 @@ def write_family(
         vocabulary: other ``tokens``, which are bytes and words, and their ``types``.
         types: how tensors' names end, and the type that these are quantised to.
     """
-    own = FAMILIES[family].own or family
-    writer = gguf.GGUFWriter(path, own)
-    said = {f"{own}.{key}": value for key, value in (settings_of(family) | dict(settings or {})).items()}
-    for key, value in (said | dict(general or {})).items():
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif value is not None:
-            getattr(writer, f"add_{_WRITE[type(value)]}")(key, value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    listed = vocabulary or {"tokens": [f"t{number}" for number in range(VOCABULARY)], "types": [1] * VOCABULARY}
-    writer.add_token_list(listed["tokens"])
-    writer.add_token_types(listed["types"])
-    writer.add_token_merges(["a b"] if vocabulary else ["t 1"])
-    random = np.random.default_rng(len(family))
+    words = len(vocabulary["tokens"]) if vocabulary else VOCABULARY
+    random, every = np.random.default_rng(len(family)), dict[str, np.ndarray]()
     for name, shape in (shapes_of(family) | dict(tensors or {})).items():
         if shape is not None and name in ("token_embd.weight", "output.weight"):
-            shape = (len(listed["tokens"]), WIDTH)
+            shape = (words, WIDTH)
         if shape is not None:
             noise = random.standard_normal(shape)
             if name.endswith("norm.weight") or "scale" in name or "rope" in name:
@@ -263,10 +250,39 @@ def write_family(
                 noise *= 0.5 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
                 if name.endswith("_exps.bias"):
                     noise *= 20.0  # so that gates reach their bounds
-            kind = gguf.GGMLQuantizationType[
-                next((one for end, one in (types or {}).items() if name.endswith(end)), "F32")
-            ]
-            writer.add_tensor(name, gguf.quants.quantize(noise.astype(np.float32), kind), raw_dtype=kind)
+            every[name] = noise
+    said = settings_of(family) | dict(settings or {})
+    return write_file(path, FAMILIES[family].own or family, said, every, general, vocabulary, types)
+
+
+def write_file(
+    path: Path,
+    architecture: str,
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    general: Mapping[str, Any] | None = None,
+    vocabulary: Mapping[str, Any] | None = None,
+    types: Mapping[str, str] | None = None,
+) -> Path:
+    """These tensors as a file; else as of :func:`write_family`."""
+    writer = gguf.GGUFWriter(path, architecture)
+    said = {f"{architecture}.{key}": value for key, value in settings.items()}
+    for key, value in (said | dict(general or {})).items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            getattr(writer, f"add_{_WRITE[type(value)]}")(key, value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    if (listed := vocabulary) is None:
+        size = len(tensors["token_embd.weight"])
+        listed = {"tokens": [f"t{number}" for number in range(size)], "types": [1] * size}
+    writer.add_token_list(listed["tokens"])
+    writer.add_token_types(listed["types"])
+    writer.add_token_merges(["a b"] if vocabulary else ["t 1"])
+    for name, numbers in tensors.items():
+        kind = gguf.GGMLQuantizationType[next((one for end, one in (types or {}).items() if name.endswith(end)), "F32")]
+        writer.add_tensor(name, gguf.quants.quantize(numbers.astype(np.float32), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,6 +7,7 @@ within the commands, as in specdec's own.
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,7 +91,7 @@ def convert(
         from drafters.heads.mtp import convert_mtp
 
         found = convert_mtp(source, out, target)
-        count = sum(tensor.numel() for tensor in found.tensors.values())
+        count = sum(map(math.prod, found.source.shapes.values()))
         typer.echo(f"wrote {out}: {count:,} parameters, {found.layers} layer{'s' * (found.layers > 1)}")
         return
     if exit_layer is None:

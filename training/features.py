@@ -7,7 +7,9 @@ second run, then needs no forward of the target, which with little data is most 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafters.shared.fingerprint import fingerprint
-from specdec.settings.files import replacing, writing
+from specdec.errors import SpecdecWarning
+from specdec.settings.files import replacing
 from specdec.step.step_io import NOTHING, StepInput, Wanted
 from specdec.target import FINAL, Target
 from training.loop_config import half_is_fast
@@ -53,6 +56,7 @@ class FrozenTarget:
         self._folder = folder
         by = "" if folder is None else f"{fingerprint(target)} {target.dtype} {target.options['runner']}"
         self._identity = f"{by} {self._taps}"
+        self._full = False  # whether the folder takes no more
         self._slabs: list[torch.Tensor] = []  # [windows, taps, L, D]
         self._places: dict[int, int] = {}  # number of a window -> its index in the slabs
         self._texts: dict[bytes, torch.Tensor] = {}  # tokens of a text that is no window -> its features
@@ -89,7 +93,13 @@ class FrozenTarget:
     def _window(self, number: int, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
         """[taps, L, D] the features of one window."""
         if self._folder is not None:
-            return self._stored(self._folder, tokens, documents)
+            path = self._folder / self._name(tokens, documents)
+            with suppress(OSError, SafetensorError):
+                return load_file(path)["features"].to(tokens.device)
+            if not self._full:
+                features = self._computed(tokens, documents)
+                self._store(features, path)
+                return features
         if number < 0:
             return self._text(tokens, documents)
         place = self._places.get(number)
@@ -115,17 +125,25 @@ class FrozenTarget:
             self._keep -= features.nbytes
         return features
 
-    def _stored(self, folder: Path, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        """The features of a window from its file, which is written where it is missing or cannot be read."""
+    def _name(self, tokens: torch.Tensor, documents: torch.Tensor) -> str:
+        """The name of a window's file."""
         text = torch.stack((tokens, documents)).cpu().numpy().tobytes()
-        path = folder / f"{hashlib.sha256(self._identity.encode() + text).hexdigest()[:32]}.safetensors"
+        return f"{hashlib.sha256(self._identity.encode() + text).hexdigest()[:32]}.safetensors"
+
+    def _store(self, features: torch.Tensor, path: Path) -> None:
+        """Write the features of a window; where that fails, further ones stay in memory, and the run goes on."""
         try:
-            return load_file(path)["features"].to(tokens.device)
-        except (OSError, SafetensorError):
-            features = self._computed(tokens, documents)
-            with writing("features", path, "free space, or leave features_folder out"), replacing(path) as new:
+            with replacing(path) as new:
                 save_file({"features": features.cpu().contiguous()}, new)
-            return features
+        except (OSError, SafetensorError) as error:
+            self._full = True
+            warnings.warn(
+                f"cannot write the features of a window, {features.nbytes:,} bytes, to {str(path.parent)!r}: {error}; "
+                f"the run goes on, reads those that are there, and keeps up to {self._keep / 2**30:.2f} GiB of others "
+                "in memory (keep_features)",
+                SpecdecWarning,
+                stacklevel=2,
+            )
 
     def _computed(self, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
         """[taps, L, D] the features of one window; its pieces of text do not see each other, so each is a forward."""

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-__all__ = ["comparable", "identity", "judging"]
+__all__ = ["comparable", "identity", "judging", "told_by_hashes"]
 
-_PLACES = ("model", "data", "eval_data", "out", "features_folder", "text")  # hashes identify these better
+_TEXTS = ("data", "eval_data", "text")
+_PLACES = ("model", *_TEXTS, "out", "features_folder")  # hashes identify these better
 _MEMORY = ("keep_features",)  # a run that ran out of memory goes on with less
 _JUDGING = ("evaluation", "tree", "judged_depth")  # the best checkpoint is judged anew where these differ
 _INTERVALS = {"wandb": "off", "log_every": 1, "save_every": 1, "eval_every": 1}
@@ -27,6 +28,11 @@ def identity(config: Any, weights: Mapping[str, Any], precision: str) -> dict[st
     return comparable({**options, **weights}, precision)
 
 
+def told_by_hashes(config: Any) -> dict[str, Any]:
+    """The options that ``identity`` leaves to hashes, by which a message names what differs where a hash does."""
+    return {name: value for name, value in asdict(config).items() if name in ("model", *_TEXTS)}
+
+
 def judging(config: Any) -> str:
     """The options by which the best checkpoint is chosen, as text."""
     return repr({name: value for name, value in asdict(config).items() if name in _JUDGING})
@@ -39,8 +45,9 @@ def comparable(run: Mapping[str, Any], precision: str | None = None) -> dict[str
         if isinstance(value, Mapping):
             kept[name] = {part: own for part, own in value.items() if part != "depth"}  # that of the judged chains
     if isinstance(loop := kept.get("loop"), Mapping) and {"batch", "accumulate"} <= loop.keys():
+        parts = {name: value for name, value in loop.items() if name not in ("batch", "accumulate")}
         each = loop["batch"] * loop["accumulate"]  # windows of a step; the parts follow from the memory
-        kept["loop"] = {**loop, **_INTERVALS, "batch": each, "accumulate": 1}
+        kept["loop"] = {**parts, **_INTERVALS, "batch * accumulate": each}
         if loop.get("precision") == "auto" and precision is not None:
             kept["loop"]["precision"] = precision
     return kept

@@ -61,6 +61,8 @@ def judged_anew(trainable: Trainable, folder: Path, best: Mapping[str, float]) -
     load_weights(trainable.module, folder)
     figures = evaluated(trainable)
     trainable.module.load_state_dict(now)
+    said = f"{trainable.metric} {figures[trainable.metric]:.4g}"
+    print(f"best/ of step {best['step']:.0f} is judged anew, as the options of the evaluation changed: {said}")
     return {"step": best["step"], **figures}
 
 

@@ -32,7 +32,7 @@ from training.checkpoint import precision_of
 from training.choice import OPTIONS, Settle, keep_options
 from training.data import TextConfig, load_samples
 from training.features import FrozenTarget
-from training.identity import identity, judging
+from training.identity import identity, judging, told_by_hashes
 from training.interrupt import Stop, stopping
 from training.judging import load_weights
 from training.log import read_log
@@ -245,6 +245,8 @@ def run_training(
     """
     out = Path(config.out)
     check_place(out, "a training run", folder=True)
+    if config.features_folder is not None:
+        check_place(Path(config.features_folder), "features", folder=True, option="features_folder")
     loop, former = config.loop, precision_of(out / "checkpoint.safetensors")
     if loop.precision == "auto" and former is not None:  # a new timing could choose another precision
         loop = replace(loop, precision=former)
@@ -293,13 +295,14 @@ def _run(
         f"the best weights); {len(windows)} windows of {windows.length} tokens, {windows.trained} trained; {text.about}"
     )
     if config.features_folder is not None:
+        stop.kept = " and ".join(filter(None, (stop.kept, f"features are in {config.features_folder!r}")))
         size = part.frozen.bytes_of(len(windows), windows.length) / 2**30
         say(
             f"features of all windows take {size:.2f} GiB in {config.features_folder!r}, which has {_free(config)} free"
         )
     drafter, _, weights = option.partition(".")
     run = identity(config, {weights: asdict(module.config)}, accelerator.mixed_precision)
-    run |= {"drafter": drafter, "held_out": digest_of_samples(held)}
+    run |= {"drafter": drafter, "held_out": digest_of_samples(held), "told": told_by_hashes(config)}
     told = {"run": run, "judging": judging(config), "stop": stop, "dry_run": dry_run}
     best = train(part, windows, config.loop, accelerator, out, **told)
     if main and not dry_run:
@@ -336,6 +339,8 @@ class _Written:
         self._kept = None if folder is None else folder / f"held_out.{prompt_of(by)[:8]}.jsonl"
 
     def __call__(self, samples: Sequence[Sample]) -> list[Written]:
-        if self._kept is not None and not self._stop.kept:
-            self._stop.kept = f"the held-out texts that were written are in {str(self._kept)!r}"
-        return continued_texts(self._engine, samples, self._judged, self._kept)
+        try:
+            return continued_texts(self._engine, samples, self._judged, self._kept)
+        finally:
+            if self._kept is not None and self._kept.exists() and not self._stop.kept:
+                self._stop.kept = f"the held-out texts that were written are in {str(self._kept)!r}"

@@ -16,7 +16,6 @@ from specdec.runners.attention import attend, attend_ends
 from specdec.runners.rows import Rows
 from specdec.runners.sent_rows import rows_on
 from specdec.runners.visibility import bucket
-from specdec.step import device_copies
 from specdec.step.cache import KVCache
 from specdec.step.joining import joined
 from specdec.step.step_io import StepInput
@@ -53,7 +52,7 @@ class ChainStep(HeadStep):
         asked = [one.asked for one in brought]
         native, embedded = self.native, None
         if native is None or not native.embeds:  # tokens that a device drafted are not read
-            embedded = self._embedded(rows.tokens[0] if device_copies.is_apart(self.device) else rows.step.ids)
+            embedded = self._embedded(rows.tokens[0])
         sources = [(one.features, one.states) for one in brought]
         if native is not None:
             logits, onward = native.guess(rows.step, sources, embedded, rows.step.last_rows(asked))

@@ -121,6 +121,6 @@ def embedding_rows(head: HeadWeights, target: Target, dtype: torch.dtype) -> Pac
     found = head.embed_tokens.weight.detach() if head.config.own_embedding else target.embedding_rows
     if found is None or found.dtype is not dtype:
         return None
-    if isinstance(found, torch.Tensor) and not (found.device.type == "cpu" and found.is_contiguous()):
+    if isinstance(found, torch.Tensor) and not (PackedWeight.takes(found) and found.is_contiguous()):
         return None
     return found

@@ -7,11 +7,12 @@ row in every layer that runs for a node behind it. The last layer can run again 
 each time, so a single layer can draft any number of tokens.
 
 Most published checkpoints hold these layers behind the model's own, and transformers does not load them. They are read
-from the model's own folder, so nothing needs a download or training.
+from the model's own folder or GGUF file, so nothing needs a download or training.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ from drafters.heads.growing import WIDTH, Behind, Tokens
 from drafters.heads.growth import Growth
 from drafters.heads.head_step import Guess
 from drafters.heads.later_layer import LaterLayer, above_in
-from drafters.heads.mtp_layout import MtpTensors, find_mtp, has_mtp
+from drafters.heads.mtp_finding import fit_of, layers_in, own_layers
+from drafters.heads.mtp_layout import MtpTensors
 from drafters.heads.mtp_step import MtpStep, check_described
 from drafters.heads.options import HeadOptions
 from drafters.heads.session import CHUNK, HeadDrafter
@@ -31,21 +33,18 @@ from drafters.heads.unread import UnreadSession
 from drafters.heads.weights import FORMAT, WEIGHTS
 from drafters.shared.fingerprint import fingerprint
 from drafters.shared.own_cache import Nodes
-from drafters.shared.weights import WeightsConfig, check_fit, reading, save_weights
+from drafters.shared.weights import WeightsConfig, check_fit, save_weights
 from specdec.drafter import Context
 from specdec.errors import CheckpointError, ConfigError
-from specdec.models.names import model_source
+from specdec.models.gguf import is_gguf
 from specdec.step.cache import KVCache
 from specdec.step.forward_passes import Pass, Passes
 from specdec.step.step_io import StepInput
 from specdec.target import Target
 
-__all__ = ["Mtp", "MtpConfig", "convert_mtp", "own_layers"]
+__all__ = ["Mtp", "MtpConfig", "convert_mtp"]
 
 _DEPTH = 3  # tokens below the root by default, for one layer
-_REMEDY = (
-    "it takes a model's folder whose checkpoint has such layers (GLM-4 MoE, Mellum), or a head of speculators' kind mtp"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,8 @@ class MtpConfig(HeadOptions):
 
     Attributes:
         head: folder with the layers: a model's, or one with these layers only, in any format that
-            `specdec drafters --check` knows; None takes the layers in the checkpoint that the model was loaded from.
+            `specdec drafters --check` knows; or a GGUF file, likewise. None takes the layers in the checkpoint that the
+            model was loaded from.
         tokens: most depth of a draft; each level costs a pass of a layer. None is the depth that the layers were
             published with, or else 3 or the number of layers, whichever is larger. Behind the last layer, that layer
             runs again.
@@ -66,18 +66,6 @@ class MtpConfig(HeadOptions):
     """
 
     where: ClassVar[str] = "mtp."
-
-
-def own_layers(target: Target) -> Path | None:
-    """The folder that a described target was loaded from, if it has such layers; this downloads nothing."""
-    if not target.path or target.executor is None:
-        return None
-    try:
-        folder = model_source(target.path, local_files_only=True)
-        with reading("multi-token-prediction layers", folder, _REMEDY):
-            return folder if has_mtp(folder) else None
-    except (CheckpointError, OSError, ValueError):
-        return None
 
 
 class Mtp(HeadDrafter):
@@ -108,12 +96,11 @@ class Mtp(HeadDrafter):
         folder = Path(config.head) if config.head is not None else own_layers(target)
         if folder is None:
             raise CheckpointError(
-                f"the checkpoint that this {target.name} was loaded from has no multi-token-prediction layers, or is "
-                "a GGUF file, whose layers of that kind are not read; give a folder that has them as mtp.head, or use "
-                "another drafter"
+                f"the checkpoint that this {target.name} was loaded from has no multi-token-prediction layers; give a "
+                "folder or a GGUF file that has them as mtp.head, or use another drafter"
             )
-        found = _found(folder)
-        check_fit(_fit(found, target.vocab_size), target, cls.name, check_target=config.check_target)
+        found = layers_in(folder, target.dtype)
+        check_fit(fit_of(found, target.vocab_size), target, cls.name, check_target=config.check_target)
         return cls(config, found, target)
 
     @classmethod
@@ -123,11 +110,11 @@ class Mtp(HeadDrafter):
         Raises:
             CheckpointError: the folder has no such layers.
         """
-        found = _found(folder)
-        fit, plural = _fit(found, 0), "s" * (found.layers > 1)
+        found = layers_in(folder)
+        fit, plural = fit_of(found, 0), "s" * (found.layers > 1)
         return [
             f"multi-token-prediction layer{plural}, {found.layers}: {found.layout}, "
-            f"{sum(tensor.numel() for tensor in found.tensors.values()):,} weights",
+            f"{sum(map(math.prod, found.source.shapes.values())):,} weights",
             f"for {fit.target or found.values.get('model_type') or 'a model'}: width {found.width}, vocabulary "
             f"{fit.vocab_size or 'of the model'}",
             f"reads the last hidden state; drafts with layers of the model's own family, {_DEPTH} tokens or more",
@@ -136,20 +123,6 @@ class Mtp(HeadDrafter):
 
     def start(self, context: Context) -> MtpSession:
         return MtpSession(self, context)
-
-
-def _found(folder: Path) -> MtpTensors:
-    with reading("multi-token-prediction layers", folder, _REMEDY):
-        return find_mtp(folder)
-
-
-def _fit(found: MtpTensors, vocab_size: int) -> WeightsConfig:
-    """The model that the layers fit; a folder without a vocabulary size is taken to fit the target's."""
-    with reading("multi-token-prediction layers", found.folder, _REMEDY):
-        told = found.values.get("text_config") or found.values.get("transformer_layer_config") or found.values
-        vocabulary = told.get("vocab_size") or vocab_size
-        target = str(found.values.get("target", "")) if found.values.get("format") == FORMAT else ""
-        return WeightsConfig(hidden_size=found.width, vocab_size=int(vocabulary), target=target)
 
 
 def convert_mtp(folder: Path, out: Path, target: Target | None = None) -> MtpTensors:
@@ -163,13 +136,19 @@ def convert_mtp(folder: Path, out: Path, target: Target | None = None) -> MtpTen
     Raises:
         CheckpointError: there are no such layers, they do not fit the target, or the folder could not be written.
     """
-    found = _found(folder)
-    fit = _fit(found, 0 if target is None else target.vocab_size)
+    if is_gguf(folder):
+        raise CheckpointError(
+            f"{str(folder)!r} is a GGUF file, of which the layers are read as they are: give it as mtp.head; only "
+            "folders are converted"
+        )
+    found = layers_in(folder)
+    fit = fit_of(found, 0 if target is None else target.vocab_size)
     if target is not None:
         Mtp.build(MtpConfig(head=str(folder)), target)
         fit = WeightsConfig(hidden_size=fit.hidden_size, vocab_size=target.vocab_size, target=fingerprint(target))
     values = {"format": FORMAT, "kind": "mtp", **asdict(fit), **_switches(found)}
-    save_weights(out, WEIGHTS, found.tensors, values, what="the layers")
+    tensors = {name: found.source.read(name) for name in found.source.shapes}
+    save_weights(out, WEIGHTS, tensors, values, what="the layers")
     return found
 
 

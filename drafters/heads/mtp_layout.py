@@ -18,11 +18,19 @@ from safetensors import safe_open
 from drafters.heads.layout import read_tensors
 from drafters.heads.weights import FORMAT
 from drafters.shared.weights import CONFIG, read_config
+from specdec.decoder.names import Names
+from specdec.decoder.weights.source import Source, TensorSource
 from specdec.errors import ConfigError, shown
 
-__all__ = ["LAYOUTS", "MtpLayout", "MtpTensors", "find_mtp", "has_mtp", "mtp_names"]
+__all__ = [
+    *("EMBEDDING", "HEAD", "HIDDEN", "JOIN", "LAST", "LAYOUTS", "TABLE"),
+    *("MtpLayout", "MtpTensors", "find_mtp", "has_mtp", "mtp_names"),
+]
 
-
+EMBEDDING, HIDDEN, LAST, JOIN = "mtp.embedding", "mtp.hidden", "mtp.last", "mtp.join"
+"""Parts around a layer: the norms of an embedding, of a hidden state and of the output, and the product."""
+TABLE, HEAD = "mtp.table", "mtp.head"
+"""A layer's own embedding and head, where they are not the model's."""
 _DEEPEST = 64  # most tokens of a draft
 
 
@@ -102,31 +110,37 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class MtpTensors:
-    """The multi-token-prediction layers of a folder.
+    """The multi-token-prediction layers of a folder or a file.
 
     Attributes:
         layout: their layout.
         layers: number of layers.
-        tensors: tensors by our names, ``layers.0.{enorm, hnorm, eh_proj, post_norm, block}``.
+        source: their tensors.
+        width: D, the width of the hidden states.
         hidden_first, repeated: see :class:`MtpLayout`.
         depth: number of tokens that they were published to draft; 0 if unknown.
         values: content of the folder's ``config.json``.
-        folder: the folder.
+        folder: the folder, or the file.
+        called: what a file calls them; None for our names, ``layers.0.{enorm, hnorm, eh_proj, post_norm, block}``.
     """
 
     layout: str
     layers: int
-    tensors: dict[str, torch.Tensor]
+    source: Source
+    width: int
     hidden_first: bool
     repeated: bool
     depth: int
     values: dict[str, Any]
     folder: Path
+    called: Names | None = None
 
     @property
-    def width(self) -> int:
-        """D, the width of the hidden states."""
-        return int(self.tensors["layers.0.eh_proj.weight"].shape[0])
+    def sparse(self) -> set[int]:
+        """The layers that have experts, which only their tensors tell."""
+        first = 0 if self.called is None else self.called.first
+        found = (re.match(r"\w+\.(\d+)\..*(?:\.experts\.|_exps\.)", name) for name in self.source.shapes)
+        return {int(own[1]) - first for own in found if own}
 
 
 def mtp_names(names: Iterable[str]) -> tuple[MtpLayout, dict[str, list[str]]] | None:
@@ -205,7 +219,8 @@ def find_mtp(folder: Path) -> MtpTensors:
     depth = values.get("depth", methods[0].get("speculative_tokens", 0))
     if type(depth) is not int or not 0 <= depth <= _DEEPEST:
         raise ConfigError(f"its config says that it drafts {shown(depth)} tokens; it must be in [0, {_DEEPEST}]")
-    return MtpTensors(layout.name, layers, tensors, hidden_first, repeated, depth, values, folder)
+    source = TensorSource(tensors, repr(str(folder)))
+    return MtpTensors(layout.name, layers, source, shape[0], hidden_first, repeated, depth, values, folder)
 
 
 def _read(folder: Path) -> tuple[MtpLayout, dict[str, torch.Tensor]]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from drafters.heads.head_step import Guess
-from drafters.heads.mtp_layout import MtpTensors
+from drafters.heads.mtp_layout import EMBEDDING, HEAD, HIDDEN, JOIN, LAST, TABLE, MtpTensors
 from drafters.shared.own_cache import Nodes, specs_of
 from specdec.decoder.families import FAMILIES, spec_of
 from specdec.decoder.names import Weight, shapes_of
@@ -20,22 +20,20 @@ from specdec.decoder.rope import RopeTables
 from specdec.decoder.settings import Settings
 from specdec.decoder.spec import UnknownDecoder
 from specdec.decoder.weights.checkpoint import Checkpoint
-from specdec.decoder.weights.source import TensorSource
 from specdec.errors import CheckpointError, shown
 from specdec.execute.layer import layer
 from specdec.execute.torch import stored_and_attended
-from specdec.execute.weights import LayersWeights
-from specdec.runners.linear import linear_kernel
+from specdec.execute.weights import LayersWeights, look_up
+from specdec.runners.linear import DenseLinear, PackedWeight
 from specdec.runners.sent_rows import rows_on
-from specdec.step import device_copies
 from specdec.step.joining import joined
 from specdec.target import Target
 
 __all__ = ["MtpStep", "check_described", "mtp_checkpoint"]
 
-_EMBEDDING, _HIDDEN, _LAST, _JOIN = "mtp.embedding", "mtp.hidden", "mtp.last", "mtp.join"
-_AROUND = {_EMBEDDING: "enorm", _HIDDEN: "hnorm", _LAST: "post_norm", _JOIN: "eh_proj"}
-"""Part around a layer -> its name."""
+T = TypeVar("T")
+_AROUND = {EMBEDDING: "enorm", HIDDEN: "hnorm", LAST: "post_norm", JOIN: "eh_proj"}
+"""Part around a layer -> its name among ours."""
 
 
 def check_described(target: Target) -> None:
@@ -56,7 +54,7 @@ def check_described(target: Target) -> None:
 
 
 def mtp_checkpoint(found: MtpTensors, target: Target) -> Checkpoint:
-    """The layers of a folder as a decoder's of the target's family, without its ends.
+    """The layers of a folder or a file as a decoder's of the target's family, without its ends.
 
     Raises:
         CheckpointError: a tensor is missing, left over or of another shape or dtype.
@@ -69,15 +67,20 @@ def mtp_checkpoint(found: MtpTensors, target: Target) -> Checkpoint:
             f"the multi-token-prediction layers in {str(found.folder)!r} are none that a description covers: {unknown}"
         ) from unknown
     own, size, layers = FAMILIES[config.model_type].names, spec.hidden, range(found.layers)
-    shapes = {weight: shape for weight, shape in shapes_of(spec).items() if weight.layer is not None}
-    norms = (_EMBEDDING, _HIDDEN, *([_LAST] if "layers.0.post_norm.weight" in found.tensors else []))
-    shapes |= {Weight(part, number): (size,) for part in norms for number in layers}
-    shapes |= {Weight(_JOIN, number): (size, 2 * size) for number in layers}
     parts = {part: tuple(map(_inside, patterns)) for part, patterns in own.decoder.items()}
     parts |= {part: (f"layers.{{layer}}.{name}",) for part, name in _AROUND.items()}
     experts = {part: tuple(map(_inside, patterns)) for part, patterns in own.experts.items()}
     names = replace(own, decoder=parts, prefixes=("",), experts=experts)
-    return Checkpoint(spec, names, TensorSource(found.tensors, repr(str(found.folder))), shapes=shapes)
+    called, there = found.called or names, found.source.shapes
+    shapes = {weight: shape for weight, shape in shapes_of(spec).items() if weight.layer is not None}
+    shapes |= {Weight(part, number): (size,) for part in (EMBEDDING, HIDDEN) for number in layers}
+    shapes |= {Weight(JOIN, number): (size, 2 * size) for number in layers}
+    if any(name in there for name in called.candidates(Weight(LAST, 0), "")):
+        shapes |= {Weight(LAST, number): (size,) for number in layers}
+    for weight in (Weight(part, number) for part in (TABLE, HEAD) for number in layers):
+        if any(name in there for name in called.candidates(weight, "")):
+            shapes[weight] = spec.vocab, size
+    return Checkpoint(spec, names, found.source, called, shapes=shapes)
 
 
 def _inside(pattern: str) -> str:
@@ -94,8 +97,7 @@ def _config_of(config: Any, found: MtpTensors) -> Any:
             usual = "full_attention" if "full_attention" in of_target else of_target[-1]
             setattr(made, kinds, list(told) if told else [usual] * layers)
     made.num_hidden_layers = layers
-    # Configs number the model's dense layers. Which of these layers have experts, only their tensors tell.
-    sparse = {int(name.split(".")[1]) for name in found.tensors if ".experts." in name}
+    sparse = found.sparse  # configs number the model's dense layers
     if hasattr(made, "first_k_dense_replace"):
         made.first_k_dense_replace = next((place for place in range(layers) if place in sparse), layers)
     if hasattr(made, "mlp_only_layers"):
@@ -106,16 +108,20 @@ def _config_of(config: Any, found: MtpTensors) -> Any:
 
 class _Weights(LayersWeights):
     """Of the layers; and for each the norms of an embedding and of a hidden state, the product that joins these, and
-    the last norm, if any.
+    the last norm, if any, and its own embedding and head, if any.
     """
 
     def read_others(self) -> None:
         norm, layers = self._checkpoint.spec.head.norm, range(len(self._checkpoint.spec.layers))
         norm = replace(norm, rounds_first=not norm.offset)  # as transformers' modules, with which these were trained
-        self.norms = [[self.read_norm(norm, Weight(part, at)) for part in (_EMBEDDING, _HIDDEN)] for at in layers]
-        self.joins = [self.read_product(Weight(_JOIN, at)) for at in layers]
-        last = [Weight(_LAST, at) for at in layers]
-        self.last = [self.read_norm(norm, own) if self._checkpoint.has(own) else None for own in last]
+        self.norms = [[self.read_norm(norm, Weight(part, at)) for part in (EMBEDDING, HIDDEN)] for at in layers]
+        self.joins = [self.read_product(Weight(JOIN, at)) for at in layers]
+        self.last = [self._if_there(partial(self.read_norm, norm), Weight(LAST, at)) for at in layers]
+        self.tables = [self._if_there(self.read_table, Weight(TABLE, at)) for at in layers]
+        self.heads = [self._if_there(self.read_product, Weight(HEAD, at)) for at in layers]
+
+    def _if_there(self, read: Callable[[Weight], T], weight: Weight) -> T | None:
+        return read(weight) if self._checkpoint.has(weight) else None
 
 
 class MtpStep:
@@ -137,8 +143,10 @@ class MtpStep:
         self.device, self.dtype = target.head_device, target.dtype
         self._target, self._hidden_first = target, found.hidden_first
         self._layers, self._ropes = checkpoint.spec.layers, RopeTables(self.dtype, self.device)
-        self._weights = _Weights(checkpoint, self.dtype, self.device, linear_kernel)
-        own = (math.prod(shape) for weight, shape in checkpoint.shapes.items() if weight.layer == 0)
+        packs = PackedWeight.takes(torch.empty(0, dtype=self.dtype, device=self.device))
+        self._weights = _Weights(checkpoint, self.dtype, self.device, PackedWeight if packs else DenseLinear)
+        ends = (TABLE, HEAD)  # of a table only rows are read, and a head is read that is the model's or its own
+        own = (math.prod(shape) for at, shape in checkpoint.shapes.items() if at.layer == 0 and at.part not in ends)
         self.weights = target.vocab_size * target.hidden_size + sum(own)
         places = [0] * depth if found.repeated else range(found.layers)
         self.specs = specs_of([self._layers[place] for place in places], self.device, self.dtype)
@@ -151,9 +159,10 @@ class MtpStep:
         rows = rows_on(self.device, joined([one.step for one in brought]))
         parts = [part for one in brought for part in (one.features, one.states) if part is not None]
         before = torch.cat([part.to(self.device, self.dtype) for part in parts])
-        there = device_copies.is_apart(self.device)  # where tokens that it drafted are not read
-        embedded = self._target.embed(rows.tokens[0] if there else rows.step.ids).to(self.device, self.dtype)
         weights, own = self._weights, self._layers[place]
+        tokens, table, head = rows.tokens[0], weights.tables[place], weights.heads[place]
+        found = self._target.embed(tokens) if table is None else look_up(table, tokens)
+        embedded = found.to(self.device, self.dtype)
         both = [norm(part) for norm, part in zip(weights.norms[place], (embedded, before), strict=True)]
         hidden = weights.joins[place](torch.cat(both[::-1] if self._hidden_first else both, -1))
         mix = partial(stored_and_attended, rows, 0, own.attention, weights.layers[place].sinks)
@@ -166,5 +175,5 @@ class MtpStep:
         if not sum(asked):
             return [Guess(states[:0], part) for part in whole]
         last = torch.cat([part[len(part) - count :] for part, count in zip(whole, asked, strict=True)])
-        logits = torch.split(self._target.head(last), asked)
+        logits = torch.split(self._target.head(last) if head is None else head(last), asked)
         return [Guess(*own) for own in zip(logits, whole, rows.there, strict=True)]

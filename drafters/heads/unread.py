@@ -33,7 +33,7 @@ class UnreadSession(HeadSession):
 
     def __init__(self, context: Context, *arguments: Any) -> None:
         super().__init__(context, *arguments)
-        self._stays = device_copies.is_apart(self._device) and not self._least and not self._reads_prefix
+        self._stays = context.target.launches and not self._least and not self._reads_prefix
         self._drawn_by = self._vocabulary.noise(context.noise)
         self._root = torch.empty(0)  # [1] the root's token on the device, once the root has run
 
@@ -105,8 +105,8 @@ class UnreadSession(HeadSession):
 
 
 def rows_at(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-    """Some rows of a tensor [N, ...]; on a device without a copy, and those beside each other without a launch."""
+    """Some rows of a tensor [N, ...]; those beside each other without a copy."""
     first, last = places[0], places[0] + len(places)
-    if device_copies.is_apart(values.device) and [*places] == [*range(first, last)]:
+    if [*places] == [*range(first, last)]:
         return values[first:last]
     return device_copies.pick(values, places)

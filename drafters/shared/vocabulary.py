@@ -17,7 +17,6 @@ import torch
 from specdec.errors import CheckpointError
 from specdec.native.scores import chances
 from specdec.sampling.noise import Noise
-from specdec.step import device_copies
 from specdec.target import Target
 
 __all__ = [
@@ -99,8 +98,6 @@ def top_k(
     With ``noise``, these are the tokens that the target will likely draw from ``position`` on, see :func:`coupled`.
     None where torch has to compute them.
     """
-    if device_copies.is_apart(scores.device):
-        return None
     if noise is None:
         return chances(scores, count)
     return noise.foreseen(scores, position, temperature, count)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from specdec.errors import ConfigError, shown
 from specdec.settings.files import write_json
@@ -164,14 +163,14 @@ class CostCurve:
             ) from error
 
 
-def roofline(device: torch.device | str) -> CostCurve:
+def roofline(*, at_once: bool = False) -> CostCurve:
     """An assumed curve for a device on which nothing was measured.
 
-    A step reads the weights once, and each row adds arithmetic. An accelerator does both at once, so rows are free up
-    to a limit; on a CPU the times add up. Its unit is the plain step, not the second. It depends on the kind of device
-    only, not on the machine or the model.
+    A step reads the weights once, and each row adds arithmetic. An accelerator does both ``at_once``, so rows are free
+    up to a limit; on a CPU the times add up. Its unit is the plain step, not the second. It depends on the kind of
+    device only, not on the machine or the model.
     """
-    if torch.device(device).type == "cpu":
+    if not at_once:
         return CostCurve(machine={}, rows=(1, 1 + _BALANCE), lengths=(1,), seconds=((1.0, 2.0),))
     most = _BALANCE_ACCELERATOR
     return CostCurve(machine={}, rows=(1, most, 2 * most), lengths=(1,), seconds=((1.0, 1.0, 2.0),))

@@ -225,7 +225,7 @@ def _windowed(settings: Settings, attention: Attention) -> list[Layer]:
 
 
 def _mellum(settings: Settings) -> list[Layer]:
-    settings.said("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")  # of layers behind the model's own
+    settings.said("mtp_layer_types", "mtp_mlp_layer_types")  # of layers behind the model's own
     ropes, norm = read_ropes(settings, head_dim_of(settings), KINDS, partial=True), read_norm(settings)
     own = read_attention(settings, bias=biases_of(settings), qk_norm=norm, rope=ropes["full_attention"])
     sliding = replace(own, rope=ropes["sliding_attention"], window=window_of(settings))

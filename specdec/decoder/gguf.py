@@ -170,7 +170,8 @@ def _smollm3(said: GgufHeader) -> Fields:
 
 def _glm4(said: GgufHeader) -> Fields:
     no_sections(said)
-    return {**dense(said, "glm4"), "attention_bias": biased(said), **turns(said, partial=True)}
+    own = {"attention_bias": biased(said), "num_nextn_predict_layers": said.behind}
+    return {**dense(said, "glm4"), **own, **turns(said, partial=True)}
 
 
 def _olmo2(said: GgufHeader) -> Fields:
@@ -205,7 +206,7 @@ def _exaone4(said: GgufHeader) -> Fields:
     said.only("rope.freq_base_swa", rope_base(said))
     local, large = windowed(said, 4), layers == 64  # the one size that has windows, whatever a file says
     own = {"sliding_window": window if large else None, "attention_bias": biased(said)}
-    own |= kinds_of_layers(local if large else [False] * layers)
+    own |= {"num_nextn_predict_layers": said.behind, **kinds_of_layers(local if large else [False] * layers)}
     return {**dense(said, "exaone4"), **own, **turns(said)}
 
 

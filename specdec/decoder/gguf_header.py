@@ -98,7 +98,14 @@ class GgufHeader:
         """How many layers of multi-token prediction lie behind them, which are no part of the model."""
         if self.architecture not in _PREDICTING:
             self.only("nextn_predict_layers", 0)
-        return int(self.number("nextn_predict_layers", 0))
+        every, behind = self.number("block_count"), self.number("nextn_predict_layers", 0)
+        if type(behind) is not int or (behind and behind >= every):
+            raise self.refused(
+                f"says {self.architecture}.nextn_predict_layers {behind} and block_count {every}, and an integer below "
+                "that is needed, which counts the model's layers as well",
+                "get it again",
+            )
+        return behind
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -107,6 +114,14 @@ class GgufHeader:
         if not heads or not width:
             raise self.refused(f"says {heads} heads and a width of {width}", "get it again")
         return heads, self.number("attention.key_length", width // heads)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        words = self.said("tokenizer.ggml.tokens", self.get("vocab_size"))
+        if words is None:
+            raise self.refused("lists no tokens, and does not say how many there are", "get it again")
+        return len(words) if isinstance(words, list) else int(words)
 
     def only(self, name: str, *meant: Any) -> None:
         """Raises CheckpointError where a setting is there and has none of these values."""

@@ -99,7 +99,7 @@ def glm4moe(said: GgufHeader) -> Fields:
     own |= {"norm_topk_prob": bool(said.get("expert_weights_norm", False))}
     own |= {"first_k_dense_replace": said.number("leading_dense_block_count", 0)}
     own |= {"use_qk_norm": "blk.0.attn_q_norm.weight" in said.names, "attention_bias": biased(said)}
-    return {**own, **turns(said, partial=True)}
+    return {**own, "num_nextn_predict_layers": said.behind, **turns(said, partial=True)}
 
 
 def hunyuan_moe(said: GgufHeader) -> Fields:

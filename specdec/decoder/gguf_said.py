@@ -142,11 +142,8 @@ def sizes(said: GgufHeader) -> dict[str, Any]:
     if not 1 <= layers <= _LAYERS:
         raise said.refused(f"says {layers} layers", "get it again")
     said.only("attention.value_length", dim)
-    words = said.said("tokenizer.ggml.tokens", said.get("vocab_size"))
-    if words is None:
-        raise said.refused("lists no tokens, and does not say how many there are", "get it again")
     return {
-        "vocab_size": len(words) if isinstance(words, list) else words,
+        "vocab_size": said.vocabulary,
         "max_position_embeddings": said.number("context_length"),
         "hidden_size": said.number("embedding_length"),
         "num_hidden_layers": layers,

@@ -86,6 +86,7 @@ class Names:
         stacked: a part that is of several, one above the other -> these.
         neighbours: values of a head that turn together lie beside each other, and not half a head apart.
         interleaved: what is fused has inputs before outputs, and outputs of gate and up in turns.
+        first: the number that the first layer has in names.
     """
 
     decoder: Mapping[str, tuple[str, ...]]
@@ -100,10 +101,11 @@ class Names:
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     neighbours: bool = False
     interleaved: bool = False
+    first: int = 0
 
     def candidates(self, weight: Weight, prefix: str) -> Iterator[str]:
         """Names that a tensor may have in a checkpoint whose decoder has this prefix."""
-        places = {"layer": weight.layer, "expert": weight.expert}
+        places = {"layer": None if weight.layer is None else self.first + weight.layer, "expert": weight.expert}
         if weight.part == "head":
             yield from (f"{head}.{weight.kind}" for head in self.heads)
         elif weight.part in FUSED and weight.expert is None:

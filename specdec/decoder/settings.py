@@ -25,6 +25,7 @@ COMMON: Mapping[str, str] = {
     **dict.fromkeys(("output_hidden_states", "output_attentions", "return_dict", "use_cache"), "what a call returns"),
     **dict.fromkeys(("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"), "training"),
     **dict.fromkeys(("initializer_range", "attention_dropout", "hidden_dropout"), "training"),
+    **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), "layers behind the model's own"),
     **dict.fromkeys(("pretraining_tp", "chunk_size_feed_forward"), "the same numbers in another order"),
 }
 """Keys that change no number of a decoder in eval mode -> what they are about."""

@@ -236,7 +236,6 @@ def lfm2(settings: Settings) -> list[Layer]:
 
 
 def glm4_moe(settings: Settings) -> list[Layer]:
-    settings.said("num_mtp_layers")  # behind the model's own
     norm, rope = read_norm(settings), read_rope(settings, head_dim_of(settings), partial=True)
     normed = norm if settings.get("use_qk_norm") else None
     attention = read_attention(settings, partial=True, bias=(biases_of(settings)[0], False), qk_norm=normed, rope=rope)

@@ -91,12 +91,12 @@ def parse_drafter(spec: str | Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def describe_weights(folder: Path) -> tuple[str, list[str]]:
-    """The name of the drafter that reads the weights in a folder, and its description of them, line by line.
+    """The name of the drafter that reads the weights in a folder or file, and its description of them, line by line.
 
     Raises:
         CheckpointError: there is no such folder, or no drafter reads it; the message has each drafter's reason.
     """
-    if not folder.is_dir():
+    if not folder.exists():
         raise CheckpointError(f"there is no folder {str(folder)!r}; give the one that holds the weights of a drafter")
     reasons = list[str]()
     for name in drafter_names():

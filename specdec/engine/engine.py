@@ -113,7 +113,7 @@ class Engine(NotCopied):
                 live = LiveCosts(costs)  # no text depends on the steps that it took
         self._follow(live)
         self._known_costs = costs
-        self.costs = costs or roofline(target.device)
+        self.costs = costs or roofline(at_once=target.launches)
         self.step_kinds: set[Any] = set()
         self._warmed = "none yet; Engine.warm_up() records before the first answer what else its steps record"
         self._predicting: Engine | None = None

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from threading import RLock
 from typing import Any, NoReturn
@@ -24,78 +24,11 @@ from typing import Any, NoReturn
 import torch
 
 from specdec.engine.prefix_cache import KeptText, PrefixCache, alike
+from specdec.engine.prefix_nodes import Node, NodePiece, Path, below
 from specdec.settings.parsing import check_positive
-from specdec.step.state import LayerState, Piece
 from specdec.target import Target
 
 __all__ = ["PrefixTree"]
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """Keys and values [layers, 1, heads, n, dim] of one group of layers, at the last n positions of a node."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def of(cls, group: LayerState, start: int, end: int) -> _Piece:
-        """A copy of what a cache holds of the positions [start, end)."""
-        first = min(max(start, group.first), end)
-        return cls(*group.read(first, end))
-
-    @property
-    def size(self) -> int:
-        return self.keys.shape[3]
-
-    def part(self, first: int, last: int) -> _Piece:
-        """A copy, so that the rest may be freed."""
-        return _Piece(*(store.narrow(3, first, last - first).clone() for store in (self.keys, self.values)))
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    """Tokens at the positions [start, end) of all texts that go through it.
-
-    Attributes:
-        taps: layer -> [n, D] hidden states of all its tokens.
-        used: when it last was, on the tree's clock.
-    """
-
-    tokens: list[int]
-    start: int
-    parent: _Node | None
-    pieces: list[_Piece]
-    taps: dict[int, torch.Tensor]
-    used: int = 0
-    children: dict[int, _Node] = field(default_factory=dict)
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces) + sum(hidden.nbytes for hidden in self.taps.values())
-
-    def split(self, size: int) -> _Node:
-        """Have no more than the tokens behind the first ``size``; the node of those, put between it and its parent."""
-        pieces, rest = list[_Piece](), list[_Piece]()
-        for piece in self.pieces:
-            held = max(0, piece.size - (len(self.tokens) - size))  # of the first tokens
-            pieces.append(piece.part(0, held))
-            rest.append(piece.part(held, piece.size))
-        taps = {layer: hidden[:size].clone() for layer, hidden in self.taps.items()}
-        upper = _Node(self.tokens[:size], self.start, self.parent, pieces, taps, self.used, {self.tokens[size]: self})
-        assert self.parent is not None
-        self.parent.children[self.tokens[0]] = upper
-        self.pieces, self.taps = rest, {layer: hidden[size:].clone() for layer, hidden in self.taps.items()}
-        self.tokens, self.start, self.parent = self.tokens[size:], self.start + size, upper
-        return upper
 
 
 class _Salted(PrefixCache):
@@ -145,7 +78,7 @@ class PrefixTree(PrefixCache):
         check_positive(max_bytes=max_bytes)
         self.max_bytes, self._left = max_bytes, sys.maxsize
         self._lock = RLock()  # engines in several threads may share one
-        self._roots: dict[tuple[int, str], tuple[Target, object, _Node]] = {}  # by target and salt
+        self._roots: dict[tuple[int, str], tuple[Target, object, Node]] = {}  # by target and salt
         self._running: list[_Running] = []
         self._bytes = self._clock = 0
 
@@ -200,14 +133,14 @@ class PrefixTree(PrefixCache):
         if len(self._roots) > 1:  # salts of which nothing is kept any more
             self._roots = {place: found for place, found in self._roots.items() if found[2].children}
 
-    def _root(self, text: KeptText) -> _Node:
+    def _root(self, text: KeptText) -> Node:
         """What begins all texts of a model as it is now; whatever was known of it as it was before is forgotten."""
         place = id(text.target), text.salt
         target, version, root = self._roots.get(place, (None, None, None))
         if root is None or target is not text.target or version != text.version:
             if root is not None:
-                self._bytes -= sum(node.nbytes for node in _below(root))
-            root = _Node([], 0, None, [], {})
+                self._bytes -= sum(node.nbytes for node in below(root))
+            root = Node([], 0, None, [], {})
             self._roots[place] = text.target, text.version, root
         return root
 
@@ -219,14 +152,14 @@ class PrefixTree(PrefixCache):
         self._clock += 1
         for node in path:
             node.used = self._clock
-        if not count or not text.cache.take(_Path(path), count):
+        if not count or not text.cache.take(Path(path), count):
             return {}
         seen = [*takewhile(lambda node: text.taps.keys() <= node.taps.keys(), path)]
         return {layer: torch.cat([node.taps[layer] for node in seen])[:count] for layer in text.taps if seen}
 
-    def _path(self, text: KeptText) -> tuple[list[_Node], int]:
+    def _path(self, text: KeptText) -> tuple[list[Node], int]:
         """The nodes that a text begins with, and how many of their tokens it may copy; its last token is its root."""
-        node, tokens, path, size = self._root(text), text.tokens, list[_Node](), 0
+        node, tokens, path, size = self._root(text), text.tokens, list[Node](), 0
         most = len(tokens) - 1
         counts = list[int]()
         while size < most and (child := node.children.get(tokens[size])) is not None:
@@ -240,7 +173,7 @@ class PrefixTree(PrefixCache):
             counts.append(size)
             if shared < len(child.tokens):
                 break
-        while path and text.cache.points(_Path(path), counts[-1]) < counts[-1]:
+        while path and text.cache.points(Path(path), counts[-1]) < counts[-1]:
             path.pop()
             counts.pop()
         return path, counts[-1] if counts else 0
@@ -249,7 +182,7 @@ class PrefixTree(PrefixCache):
         """Put into the tree what of a text is not there."""
         node, tokens = self._root(text), list(text.tokens[: min(text.cache.length, len(text.tokens))])
         known = {layer: torch.cat(pieces) for layer, pieces in text.taps.items() if pieces}
-        size, path = 0, list[_Node]()
+        size, path = 0, list[Node]()
         self._clock += 1
         while size < len(tokens) and (child := node.children.get(tokens[size])) is not None:
             shared = alike(child.tokens, tokens[size : size + len(child.tokens)])
@@ -271,8 +204,8 @@ class PrefixTree(PrefixCache):
                 path.append(leaf)
 
     def _add(
-        self, text: KeptText, known: dict[int, torch.Tensor], tokens: list[int], parent: _Node, path: list[_Node]
-    ) -> _Node | None:
+        self, text: KeptText, known: dict[int, torch.Tensor], tokens: list[int], parent: Node, path: list[Node]
+    ) -> Node | None:
         """A leaf with the tokens behind those that its parent ends with; None where there is no room."""
         start, end, cache = parent.end, len(tokens), text.cache
         taps = {layer: hidden[start:end] for layer, hidden in known.items() if len(hidden) >= end}
@@ -280,14 +213,14 @@ class PrefixTree(PrefixCache):
         size = sum(count * group.slot_bytes for group, count in held)
         if not self._make_room(size + sum(rows.nbytes for rows in taps.values()), path):
             return None
-        pieces = [_Piece.of(group, start, end) for group in cache.groups]
-        leaf = _Node(tokens[start:], start, parent, pieces, {layer: rows.clone() for layer, rows in taps.items()})
+        pieces = [NodePiece.of(group, start, end) for group in cache.groups]
+        leaf = Node(tokens[start:], start, parent, pieces, {layer: rows.clone() for layer, rows in taps.items()})
         leaf.used = self._clock
         parent.children[tokens[start]] = leaf
         self._bytes += leaf.nbytes
         return leaf
 
-    def _make_room(self, size: int, path: Collection[_Node]) -> bool:
+    def _make_room(self, size: int, path: Collection[Node]) -> bool:
         """Let go of the leaves that were not used for longest until ``size`` bytes fit.
 
         The nodes of ``path``, which are in use, would be the last: where the others do not make room, nothing goes.
@@ -306,39 +239,6 @@ class PrefixTree(PrefixCache):
             del oldest.parent.children[oldest.tokens[0]]
             self._bytes -= oldest.nbytes
 
-    def _nodes(self) -> Iterator[_Node]:
+    def _nodes(self) -> Iterator[Node]:
         for _, _, root in self._roots.values():
-            yield from _below(root)
-
-
-def _below(root: _Node) -> Iterator[_Node]:
-    """All nodes below one."""
-    left = list(root.children.values())
-    while left:
-        node = left.pop()
-        left += node.children.values()
-        yield node
-
-
-class _Path:
-    """Nodes one below the other, as what is known of a text."""
-
-    def __init__(self, nodes: Sequence[_Node]) -> None:
-        self.groups = [_Pieces(nodes, place) for place in range(len(nodes[0].pieces))]
-
-
-class _Pieces:
-    """What a path has of one group of layers."""
-
-    def __init__(self, nodes: Sequence[_Node], place: int) -> None:
-        self._pieces = [(node.start, node.end, node.pieces[place]) for node in nodes]
-        lacking = ((end - piece.size, start) for start, end, piece in reversed(self._pieces))
-        self.first = next((held for held, start in lacking if held > start), 0)
-
-    def parts(self, first: int, last: int) -> Iterator[Piece]:
-        for begin, end, piece in self._pieces:
-            start, stop = max(first, begin), min(end, last)
-            if start < stop:
-                offset = start - (end - piece.size)
-                keys, values = (store.narrow(3, offset, stop - start) for store in (piece.keys, piece.values))
-                yield start, keys, values
+            yield from below(root)

@@ -25,7 +25,7 @@ from specdec.results import TokenLogprobs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.verify import Judge, Verdict, match, verifier_for, verify
 from specdec.step.forward_passes import Passes, waiting_for
-from specdec.step.step_io import NOTHING, StepInput, Wanted
+from specdec.step.step_io import NOTHING, StepInput, Walk, Wanted
 from specdec.step.step_output import StepOutput
 from specdec.step.tree import Draft
 
@@ -220,16 +220,14 @@ class SequenceState:
         context, sampler = self.context, self._sampler
         if draft.on_device is not None and (sampler.reads_drafts or not self._apart):
             draft.on_host()
-        scored, draws, accept = draft.scored_rows() if draft.probes else None, None, None
-        decides, unread = tuple[bool, ...](), tuple[Sequence[int] | None, ...]()
+        scored, draws, walks = draft.scored_rows() if draft.probes else None, None, tuple[Walk, ...]()
         if self.draws and verifier_for(context.sampling, draft, sampling=True) is match:
             draws = self._drawing
         if self._apart:
-            accept, alone = may_accept(draft, sampler, walks=asked and self._reader is not None)
-            decides = (True,) if alone else ()
-            unread = (sampler.unread if self._reads else None,)
+            accepted = may_accept(draft, sampler, walks=asked and self._reader is not None)
+            walks = (Walk(*accepted, sampler.unread if self._reads else None),)
         logits = None if scored is None else np.array(scored, dtype=np.int64)
-        wanted = Wanted(logits, top_k, taps, draws, accept, decides, unread)
+        wanted = Wanted(logits, top_k, taps, draws, walks)
         tokens = draft.tokens if draft.on_device is None else draft.on_device
         tree = None if draft.is_chain else draft.tree
         step = StepInput.of(context.cache, tokens, tree, wanted=wanted, entering=draft.entry)

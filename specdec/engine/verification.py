@@ -28,7 +28,7 @@ Marks = npt.NDArray[np.bool_] | None  # [T]
 
 
 def may_accept(draft: Draft, sampler: Sampler, *, walks: bool) -> tuple[Marks, bool]:
-    """The rows that ``match`` may accept, and whether the executor decides, as by :class:`specdec.step.step_io.Wanted`.
+    """The rows that ``match`` may accept, and whether the executor decides, as by :class:`specdec.step.step_io.Walk`.
 
     It does where argmax or draws at a temperature alone decide. Where processors do, rows are marked only if a session
     asks for the path (``walks``).
@@ -97,7 +97,7 @@ def _process(draft: Draft, output: StepOutput, sampler: Sampler) -> list[int]:
 def _ended(step: StepInput, output: StepOutput, own: torch.Tensor | None, drawn: bool) -> DeviceStep:
     """What a session may read of the step; ``own``: the target's token after each row, where it was decided apart."""
     picked = output.picked
-    if any(step.wanted.decides) and picked is not None:
+    if step.wanted.decides and picked is not None:
         walked = picked[0, 2:]
     else:
         decided = output.argmax_there if picked is None or not drawn else picked[:, 1]

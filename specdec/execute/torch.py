@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from specdec.decoder.rope import Angles, RopeTables, grown
 from specdec.decoder.spec import Attention, Experts, Head, Mixer
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer, layer_around
 from specdec.execute.short_conv import gated_conv
-from specdec.execute.weights import DecoderWeights, Kernel, bias_of, rows_of
+from specdec.execute.weights import DecoderWeights, Kernel, bias_of, look_up, rows_of
 from specdec.runners.attention import attend, describe_backend
 from specdec.runners.linear import DenseLinear, HeadOf, PackedWeight, linear_kernel
 from specdec.runners.recording import Recording
@@ -95,9 +94,10 @@ class TorchExecutor:
         cap = next((own.cap for own in self.spec.attentions if own.cap), None)
         return describe_backend(self.backend, [*map(self._cached, self.spec.attentions)], cap)
 
-    def graphs(self) -> str:
-        """How steps are replayed as CUDA graphs, or why they are not."""
-        return f"not used: {self.name} layers are launched operation by operation"
+    def graphs(self) -> str | None:
+        """How steps are replayed as CUDA graphs, or why they are not; None on a CPU."""
+        on_cpu = self.device.type == "cpu"
+        return None if on_cpu else f"not used: {self.name} layers are launched operation by operation"
 
     def cuts(self) -> str | None:
         """How products are cut that have several ways of the same numbers, and why; None where there is one way."""
@@ -198,8 +198,7 @@ class TorchExecutor:
         return self.head(chosen if FINAL in found else self.norm(chosen))
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        table = self._weights.embedding
-        found = table.look_up(tokens.tolist()) if isinstance(table, PackedWeight) else F.embedding(tokens, table)
+        found = look_up(self._weights.embedding, tokens)
         return found if self.spec.embedding.scale == 1.0 else found * self._scale
 
     def embed(self, tokens: torch.Tensor | Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from specdec.decoder.names import CHOICE, FUSED, Weight
 from specdec.decoder.spec import Attention, Experts, Norm, Plain
@@ -20,7 +21,7 @@ from specdec.runners.block_weight import BlockWeight
 from specdec.runners.linear import DenseLinear, PackedWeight
 from specdec.runners.memory_pages import trim_heap
 
-__all__ = ["DecoderWeights", "Kernel", "LayersWeights", "bias_of", "rows_of"]
+__all__ = ["DecoderWeights", "Kernel", "LayersWeights", "bias_of", "look_up", "rows_of"]
 
 Kernel = DenseLinear | PackedWeight
 _QKV = ("attention.q", "attention.k", "attention.v")
@@ -31,6 +32,11 @@ def bias_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor | None:
     if kernel.bias is None:
         return None
     return kernel.bias[slice(rows.start, rows.stop) if isinstance(rows, range) else rows.to(kernel.bias.device)]
+
+
+def look_up(table: torch.Tensor | PackedWeight, tokens: torch.Tensor) -> torch.Tensor:
+    """[T, D] the rows of a table for tokens [T], on its device."""
+    return table.look_up(tokens.tolist()) if isinstance(table, PackedWeight) else F.embedding(tokens, table)
 
 
 def rows_of(kernel: Kernel, rows: range | torch.Tensor) -> torch.Tensor:
@@ -147,7 +153,7 @@ class LayersWeights:
         self._named[weight] = partial(self._checkpoint.as_named(weight), found)
         return found
 
-    def _table(self, weight: Weight) -> torch.Tensor | PackedWeight:
+    def read_table(self, weight: Weight) -> torch.Tensor | PackedWeight:
         """A table that is looked up; one in quantised blocks stays in its file."""
         if self._kernel is not PackedWeight or (blocks := self._checkpoint.blocks(weight)) is None:
             return self._alone(weight)
@@ -263,7 +269,7 @@ class DecoderWeights(LayersWeights):
         self.head = self.read_product(Weight("embedding" if tied else "head"))
         self.embedding: torch.Tensor | PackedWeight
         if not tied:
-            self.embedding = self._table(Weight("embedding"))
+            self.embedding = self.read_table(Weight("embedding"))
         else:
             self.embedding = self.head.weight if isinstance(self.head, DenseLinear) else self.head
         self.norm = self.read_norm(norm, Weight("norm"))

@@ -46,7 +46,7 @@ def whole(target: Any, parameters: int, weights: str | None) -> dict[str, dict[s
             "attention": f"the model's own ({own})",
             "batch-invariant": f"no: {target.runner.varies}; {WHAT_FOLLOWS}",
             "CUDA graphs": "not used: the model's own forward is called as a whole",
-            "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
+            "threads": None if target.launches else torch.get_num_threads(),
         },
         "machine": machine(target.device),
     }
@@ -54,7 +54,7 @@ def whole(target: Any, parameters: int, weights: str | None) -> dict[str, dict[s
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What is here."""
-    found = library() if device.type == "cpu" else None
+    found = library()
     return {
         "processor": processor(device),
         "instructions": torch.backends.cpu.get_cpu_capability(),

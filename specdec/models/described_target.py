@@ -210,7 +210,7 @@ class DescribedTarget(NotCopied, Target):
         exit_layer: int | None = None,
         levels: int = 0,
     ) -> None:
-        if device_copies.is_apart(self.device):
+        if self.launches:
             options: dict[str, Any] = {"sequences": sequences, "taps": taps, "exit_layer": exit_layer, "levels": levels}
             warm_up(self, self.executor.choose_cuts, rows, **options)
 
@@ -237,7 +237,7 @@ class DescribedTarget(NotCopied, Target):
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What runs, and why: section -> name -> value."""
-        executor, device = self.executor, self.device.type
+        executor = self.executor
         return {
             "model": describe.model(self, self._parameters, self._described_weights()),
             "execution": {
@@ -247,10 +247,10 @@ class DescribedTarget(NotCopied, Target):
                 "experts": executor.experts,
                 "attention": executor.attention(),
                 "batch-invariant": "yes" if self.batch_invariant else f"no: {executor.varies}; {describe.WHAT_FOLLOWS}",
-                "CUDA graphs": executor.graphs() if device == "cuda" else None,
+                "CUDA graphs": executor.graphs(),
                 "cuts of products": executor.cuts(),
                 "cache": describe.cache_text(executor.pools) if self.pages else None,
-                "threads": torch.get_num_threads() if device == "cpu" else None,
+                "threads": None if self.launches else torch.get_num_threads(),
             },
             "machine": describe.machine(self.device),
         }

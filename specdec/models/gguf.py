@@ -73,6 +73,15 @@ class GgufFile:
             return torch.bfloat16
         return next(_PLAIN[kind] for kind in (30, 1, 0) if kind in types)
 
+    def header(self) -> GgufHeader:
+        entries = {entry.name: entry for entry in self.table.entries}
+
+        def numbers(name: str) -> list[float]:
+            found: list[float] = self.table.dequantised(entries[name]).ravel().tolist()
+            return found
+
+        return GgufHeader(self.table.architecture, self.metadata, entries, numbers, self.table.where)
+
     def fields(self, asked: int | None = None) -> dict[str, Any]:
         """The settings of the file's family, by transformers' names.
 
@@ -81,13 +90,7 @@ class GgufFile:
         Raises:
             CheckpointError: they say what is not read, or do not fit the file's tensors.
         """
-        entries = {entry.name: entry for entry in self.table.entries}
-
-        def numbers(name: str) -> list[float]:
-            found: list[float] = self.table.dequantised(entries[name]).ravel().tolist()
-            return found
-
-        header = GgufHeader(self.table.architecture, self.metadata, entries, numbers, self.table.where)
+        header = self.header()
         fields = fields_of(header)
         check_blocks(self.table, fields["num_hidden_layers"], header.behind)
         take_long_factors(fields, asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class TensorEntry:
     offset: int
     size: int
     part: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds floats, and no blocks."""
+        return self.type in _PLAIN
 
 
 def read_settings(path: Path, lists: Sequence[str] = ()) -> tuple[np.ndarray, Mapping[str, Any], int, int]:
@@ -170,6 +176,12 @@ class TensorTable:
         if (found := self.metadata.get("general.architecture")) is None:
             raise CheckpointError(f"{self.where} says no general.architecture; it is no model, or broken: get it again")
         return str(found)
+
+    def of(self, entries: Sequence[TensorEntry]) -> TensorTable:
+        """The same files, with these of their tensors, perhaps by other names."""
+        found = copy.copy(self)
+        found.entries = [*entries]
+        return found
 
     def _check_parts(self) -> None:
         """Raises CheckpointError where the files are not the parts of one model."""

@@ -22,7 +22,7 @@ _CAUSES = (  # what a tensor's name looks like, what it is, and what to do
     (r"\.attn_sinks\.", "are sinks of attention", _REMEDY),
     (r"\.ffn_gate_up_exps\.", "are gate and up of experts in one", "get a file in which they are apart"),
     (r"\.ffn_(gate|up|down)\.\d+\.", "are experts one by one, as files of early 2024 have them", "get a newer file"),
-    (r"\.nextn\.", "are of multi-token-prediction layers", _REMEDY),
+    (r"\.nextn\.", "are of multi-token-prediction layers, where its header has none", "get it again"),
     (r"^(v|mm|a)\.", "are of a vision or audio projector", "get the file of the language model alone"),
 )
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -33,7 +33,13 @@ def check_blocks(table: TensorTable, layers: int, behind: int) -> None:
 
     ``behind``: layers of multi-token prediction, which may be left out.
     """
-    have = max(_blocks(table), default=-1) + 1
+    blocks = _blocks(table)
+    if behind and blocks and min(blocks) >= layers:
+        raise CheckpointError(
+            f"{table.where} holds layers of multi-token prediction alone, from blk.{min(blocks)} on, and no model; "
+            "give the model's file, and this one as mtp.head"
+        )
+    have = max(blocks, default=-1) + 1
     if have not in (layers, layers + behind):
         raise CheckpointError(
             f"{table.where} says {table.architecture}.block_count {layers + behind} and has tensors of {have} layers; "

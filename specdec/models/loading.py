@@ -15,7 +15,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from specdec.decoder.families import FAMILIES
-from specdec.decoder.weights.quantised import GPU_METHODS, METHODS, method_of
+from specdec.decoder.weights.quantised import METHODS, method_of, needs_gpu
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, first_line, shown, told
 from specdec.models.catalog import named_models
 from specdec.models.folders import refuse_adapter, refuse_integers, refuse_others, remedy_for
@@ -175,7 +175,7 @@ def _check_quantised(place: Path, config: Any, device: Any, *, spread: bool) -> 
     """
     quantisation = getattr(config, "quantization_config", None)
     named = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-    if named in GPU_METHODS and not spread and torch.device("cpu" if device is None else device).type == "cpu":
+    if not spread and needs_gpu(named, device):
         raise CheckpointError(
             f"{str(place)!r} is quantised by {named}, whose modules are run on a GPU alone: say device='cuda', or "
             f"give a checkpoint that is not quantised, one by {', '.join(METHODS)}, or a GGUF file"

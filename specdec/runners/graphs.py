@@ -140,7 +140,7 @@ class StepInputs:
         spread = rows.sent["spread"] if len(rows.parts) > 1 else None
         self._bytes.copy_(rows.sent["step"])
         # Tokens that are on the device only, where they are looked up or walked through.
-        if rows.step.late and (hidden is None or any(rows.step.wanted.decides)):
+        if rows.step.late and (hidden is None or rows.step.wanted.decides):
             _put(rows.tokens[0], self._where["tokens"].view(-1), spread)
         if hidden is not None:
             if self.hidden is None:

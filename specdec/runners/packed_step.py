@@ -13,7 +13,7 @@ import torch
 from specdec.runners.rows import TextRows
 from specdec.runners.visibility import bucket
 from specdec.sampling.noise import inverse_bits
-from specdec.step.step_io import StepInput
+from specdec.step.step_io import StepInput, Walk
 from specdec.step.tree import ancestors
 
 __all__ = ["MOST_REPLAYED", "Arrays", "PackedText", "Padding", "grouped", "own_arrays", "padding_of", "stacked"]
@@ -46,8 +46,13 @@ class PackedText(TextRows):
     @property
     def decide(self) -> npt.NDArray[np.bool_] | None:
         """[T] rows that may be accepted, where the device is to decide what is; else None."""
-        accept, decides = self._step.wanted.accept, self._step.wanted.decides
-        return accept[self.begins : self.ends] if accept is not None and decides and decides[self.number] else None
+        walk = self._walk
+        return walk.accept if walk is not None and walk.decides else None
+
+    @property
+    def _walk(self) -> Walk | None:
+        walks = self._step.wanted.walks
+        return walks[self.number] if walks else None
 
     @property
     def draws(self) -> tuple[int, int]:
@@ -59,15 +64,15 @@ class PackedText(TextRows):
     @cached_property
     def asked(self) -> Arrays:
         """What verification reads there: its rows with logits, those that may be accepted, and text."""
-        wanted, found = self._step.wanted, Arrays()
-        if wanted.accept is not None and wanted.accept[self.begins]:
-            found["accept"] = wanted.accept[self.begins : self.ends]
+        wanted, walk, found = self._step.wanted, self._walk, Arrays()
+        if walk is not None and walk.accept is not None:
+            found["accept"] = walk.accept
         if wanted.logits is not None:
             first, last = np.searchsorted(wanted.logits, (self.begins, self.ends))
             if 0 < last - first < self.rows:
                 found["rows"] = wanted.logits[first:last] - self.begins
-        if wanted.unread and (unread := wanted.unread[self.number]) is not None:
-            found["unread"] = np.array(unread, dtype=np.int64)
+        if walk is not None and walk.unread is not None:
+            found["unread"] = np.array(walk.unread, dtype=np.int64)
         return found
 
     @cached_property

@@ -15,7 +15,6 @@ import torch
 
 from specdec.errors import TargetError
 from specdec.runners.visibility import Layout, slot_ranges
-from specdec.step import device_copies
 from specdec.step.state import LayerState, Views
 from specdec.step.step_io import StepInput
 from specdec.step.tree import ancestors
@@ -222,8 +221,8 @@ class Rows:
         """The rows with logits, which are some, as an index on a device."""
         rows = self.step.wanted.logits
         assert rows is not None
-        if device_copies.is_apart(device) and rows[-1] - rows[0] == len(rows) - 1:
-            return torch.arange(int(rows[0]), int(rows[-1]) + 1, device=device)  # made there
+        if rows[-1] - rows[0] == len(rows) - 1:  # made there
+            return torch.arange(int(rows[0]), int(rows[-1]) + 1, device=device)
         return torch.from_numpy(rows).to(device)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:

@@ -57,13 +57,16 @@ class Noise:
     Streams separate uses. Stream 0 is the target's draws, one per position of the text. Draws that a step may discard
     (a drafter's, the coins of rejection) must use another stream, keyed by the step's first position, which no other
     step has: a number that was read and thrown away must never decide again.
+
+    Attributes:
+        waits: whether each number that the host reads of what is drawn from is a wait for a device.
     """
 
     TARGET, DRAFT, COIN = 0, 1, 2
 
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         self._seed = _mix(seed & _MASK)
-        self._device = device
+        self._device, self.waits = device, device_copies.is_apart(device)
         self._tokens: torch.Tensor | None = None  # the tokens that have noise; None for all
         self._size, self._block = size, max(1, min(_AHEAD, _BLOCK // size))
         self._ahead: dict[int, torch.Tensor] = {}  # block of positions -> noise of the target's draws
@@ -133,7 +136,7 @@ class Noise:
     def _gumbel(self, keys: Sequence[int]) -> torch.Tensor:
         """[K, V] float64 Gumbel numbers for K keys."""
         signed = [_signed(key) for key in keys]
-        if device_copies.is_apart(self._steps.device):  # a Python number becomes a kernel's argument, without a copy
+        if self.waits:  # a Python number becomes a kernel's argument, without a copy
             return _gumbel(_mixed(torch.stack([self._steps + key for key in signed])))
         return _gumbel(_mixed(self._steps + torch.tensor(signed)[:, None]))
 
@@ -194,7 +197,7 @@ class Noise:
         """
         if among is None and (token := self.drawn(scores, position)) is not None:
             return token
-        if self._block > 1 or device_copies.is_apart(scores.device):
+        if self._block > 1 or self.waits:
             sums = self.gumbel(position) + scores
             value, place = (sums if among is None else sums[among]).max(-1)
             if not math.isfinite(value.item()):

@@ -14,7 +14,6 @@ from specdec.sampling.grammar import Grammar, States
 from specdec.sampling.noise import Noise, inverse_bits
 from specdec.sampling.processors import FREE, check_scores, judged, masked, name_of, takes_rows
 from specdec.settings.sampling_params import SamplingParams
-from specdec.step import device_copies
 from specdec.step.step_io import Draws
 from specdec.step.step_output import StepOutput, extremes, no_distribution
 
@@ -58,8 +57,7 @@ class Sampler:
         self.reads_drafts = not self.takes_together or any(isinstance(p, States) for p in self.processors)
         last: Any = self.processors[-1] if self.processors else None
         plain = type(last) is TopPLogitsWarper and last.min_tokens_to_keep == 1 and last.filter_value == -math.inf
-        plain = plain and not device_copies.is_apart(device)  # there every number that is read is a wait
-        self._top_p: float | None = last.top_p if plain else None
+        self._top_p: float | None = last.top_p if plain and not self.noise.waits else None
         only = type(last) is TemperatureLogitsWarper and len(self.processors) == 1
         self._temperature: float | None = last.temperature if only else None if self.processors else 1.0
         self.tokens = tokens
@@ -215,7 +213,7 @@ class Sampler:
             unprocessed = logits
             if not isinstance(processor, States):
                 logits = processor(ids, logits)
-            elif device_copies.is_apart(logits.device):
+            elif self.noise.waits:
                 logits = masked(processor, self.tokens, [path], logits)
             else:
                 logits = processor.process(self.tokens, path, logits)

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from specdec.step.step_io import Draws, Entering, Ints, StepInput, Wanted, fixed
+from specdec.step.step_io import Draws, Entering, Ints, StepInput, Walk, Wanted, fixed
 
 __all__ = ["beginning", "joined"]
+
+_NO_WALK = Walk()
 
 
 def joined(steps: Sequence[StepInput]) -> StepInput:
@@ -76,24 +78,19 @@ def _wanted(each: Sequence[Wanted], starts: Sequence[int]) -> Wanted:
     top_k, hidden, some = 0, frozenset[int](), False
     for one in each:
         top_k, hidden = one.top_k if one.top_k > top_k else top_k, hidden.union(one.hidden) if one.hidden else hidden
-        some = some or one.logits is not None or one.draws is not None or one.accept is not None or bool(one.unread)
+        some = some or one.logits is not None or one.draws is not None or bool(one.walks)
     if not some:
         return Wanted(None, top_k, hidden)
-    logits = accept = draws = None
-    pairs = [*zip(each, starts, starts[1:], strict=False)]
+    logits = draws = None
     if [one for one in each if one.logits is not None]:
+        pairs = zip(each, starts, starts[1:], strict=False)
         parts = [np.arange(*own) if one.logits is None else own[0] + one.logits for one, *own in pairs]
         logits = np.concatenate(parts)
-    if [one for one in each if one.accept is not None]:
-        accept = np.zeros(starts[-1], dtype=np.bool_)
-        for one, first, last in pairs:
-            accept[first:last] = False if one.accept is None else one.accept
     if [one for one in each if one.draws is not None]:
         own = [(0, 0.0) if one.draws is None else (one.draws.start[0], one.draws.temperature[0]) for one in each]
         draws = Draws([start for start, _ in own], [temperature for _, temperature in own])
-    unread = [one.unread[0] if one.unread else None for one in each] if [one for one in each if one.unread] else ()
-    decides = [any(one.decides) for one in each]
-    return Wanted(logits, top_k, hidden, draws, accept, decides if any(decides) else (), unread)
+    walks = [one.walks[0] if one.walks else _NO_WALK for one in each] if [one for one in each if one.walks] else ()
+    return Wanted(logits, top_k, hidden, draws, walks)
 
 
 @lru_cache(maxsize=256)

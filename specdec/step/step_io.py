@@ -35,6 +35,7 @@ __all__ = [
     "LayerPlan",
     "Part",
     "StepInput",
+    "Walk",
     "Wanted",
     "fixed",
 ]
@@ -104,6 +105,23 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Walk:
+    """What a sequence's verification reads where the logits are.
+
+    Attributes:
+        accept: bool [rows] those that may be accepted, if the path is asked for there; else None.
+        decides: whether that path is the executor's to decide: it walks the tree by its own argmax or draws, and moves
+            the accepted rows together.
+        unread: the tokens of the text that its processors read there, and that are not there yet; None where they read
+            none.
+    """
+
+    accept: npt.NDArray[np.bool_] | None = None
+    decides: bool = False
+    unread: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
     """What is wanted of a forward besides the hidden states behind its last layer.
 
@@ -112,20 +130,19 @@ class Wanted:
         top_k: how many of each row's largest logits will be read.
         hidden: the layers whose input is returned; ``specdec.FINAL``: what the head reads.
         draws: of the rows with logits, if any may be made together with them.
-        accept: bool [T] the rows that may be accepted, of sequences whose path is asked for where the logits are; all
-            rows of other sequences are False. None: of none.
-        decides: [B] whether that path is the executor's to decide: it walks the tree by its own argmax or draws, and
-            moves the accepted rows together. Empty where it decides nothing.
-        unread: [B] the tokens of each text that its processors read where the logits are, and that are not there yet.
+        walks: [B] what is walked and read where the logits are; empty where nothing is.
     """
 
     logits: npt.NDArray[np.int64] | None = None
     top_k: int = 1
     hidden: Collection[int] = ()
     draws: Draws | None = None
-    accept: npt.NDArray[np.bool_] | None = None
-    decides: Sequence[bool] = ()
-    unread: Sequence[Sequence[int] | None] = ()
+    walks: Sequence[Walk] = ()
+
+    @property
+    def decides(self) -> bool:
+        """Whether the executor decides a sequence's path."""
+        return any(walk.decides for walk in self.walks)
 
     @property
     def scored(self) -> list[int] | None:

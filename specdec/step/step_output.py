@@ -250,15 +250,17 @@ class StepOutput:
     def weighed(self, count: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]] | None]:
         """Per row the ``count`` likeliest tokens and their raw logits, the largest first.
 
-        The logits are None where they are not on the host, but on an accelerator or another rank.
+        The logits are None where they are on other ranks.
         """
         known = self._known(count)
         if known is not None:
             return known[0], known[1] or None
         if (found := weighed(*self._source, count)) is not None:
             return found
-        logits, tokens = self.given.topk(min(count, self.given.shape[-1]), -1)
-        return tokens.tolist(), None if device_copies.is_apart(tokens.device) else logits.tolist()
+        largest = self.given.topk(min(count, self.given.shape[-1]), -1)
+        numbers, each = device_copies.copy_out(largest[::-1]), largest.values.shape[-1]
+        tokens, logits = ([own[at : at + each] for at in range(0, len(own), each)] for own in numbers)
+        return tokens, logits
 
     def _known(self, count: int) -> tuple[list[Sequence[int]], list[Sequence[float]]] | None:
         """The ``count`` largest logits of each row where they are on the host: tokens, and logits if these are, too.

@@ -113,4 +113,4 @@ class Letters:
 
 def engine_of(target: TransformersTarget, drafter: Any, **sizes: Any) -> Engine:
     """By given costs: which drafts are made must not depend on what a forward takes here."""
-    return Engine(target, Letters(), drafter, costs=roofline("cpu"), **sizes)
+    return Engine(target, Letters(), drafter, costs=roofline(), **sizes)

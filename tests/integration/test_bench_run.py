@@ -40,11 +40,16 @@ QUESTIONS = [
 DRAFTERS: list[str | dict[str, Any]] = ["none", "prompt_lookup", "lookahead"]
 
 
+def asked_in(folder: Path) -> Path:
+    """A file of the questions."""
+    file = folder / "questions.jsonl"
+    file.write_text("".join(json.dumps({**question, "format": "plain"}) + "\n" for question in QUESTIONS))
+    return file
+
+
 @pytest.fixture
 def questions(tmp_path: Path) -> str:
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps({**question, "format": "plain"}) + "\n" for question in QUESTIONS))
-    return str(file)
+    return str(asked_in(tmp_path))
 
 
 Make = Callable[..., Runner]
@@ -60,6 +65,14 @@ def make(tiny_engine: Engine, questions: str, tmp_path: Path) -> Make:
         return Runner(plan, tmp_path / "run", engine=tiny_engine, on_system=on_system, cost=False)
 
     return make_runner
+
+
+@pytest.fixture(scope="module")
+def answered(tiny_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A whole run of the questions, that is only read."""
+    place = tmp_path_factory.mktemp("answered")
+    plan = Plan(questions=str(asked_in(place)), drafters=DRAFTERS, systems=[], max_new_tokens=12, repeats=1)
+    return Runner(plan, place / "run", engine=tiny_engine, cost=False).run()
 
 
 def keys(folder: RunFolder) -> list[tuple[int | str, str, int]]:
@@ -565,10 +578,9 @@ def judge(engine: Engine, folder: RunFolder, records: Sequence[Record], **sampli
     return audit(records, folder.manifest()["systems"], engine.target, SamplingParams(**sampling))
 
 
-def test_a_wrong_token_is_a_bug_of_the_system(make: Make, tiny_engine: Engine) -> None:
-    folder = make().run()
-    wrong = tampered(folder.records(), "lookahead", lambda tokens: [*tokens[:5], tokens[5] ^ 1, *tokens[6:]])
-    found = judge(tiny_engine, folder, wrong)
+def test_a_wrong_token_is_a_bug_of_the_system(answered: RunFolder, tiny_engine: Engine) -> None:
+    wrong = tampered(answered.records(), "lookahead", lambda tokens: [*tokens[:5], tokens[5] ^ 1, *tokens[6:]])
+    found = judge(tiny_engine, answered, wrong)
     assert not found.passed
     divergence = found.systems["lookahead"].divergences[0]
     assert (divergence.position, divergence.culprit, divergence.verdict) == (5, "lookahead", "BUG")
@@ -582,11 +594,10 @@ def test_a_wrong_token_is_a_bug_of_the_system(make: Make, tiny_engine: Engine) -
 
 
 @pytest.mark.slow
-def test_the_fresh_logits_tell_who_is_wrong(make: Make, tiny_engine: Engine) -> None:
+def test_the_fresh_logits_tell_who_is_wrong(answered: RunFolder, tiny_engine: Engine) -> None:
     """Where plain decoding itself is off, all others differ from it, and it is the culprit."""
-    folder = make().run()
-    wrong = tampered(folder.records(), "none", lambda tokens: [*tokens[:5], tokens[5] ^ 1, *tokens[6:]])
-    found = judge(tiny_engine, folder, wrong)
+    wrong = tampered(answered.records(), "none", lambda tokens: [*tokens[:5], tokens[5] ^ 1, *tokens[6:]])
+    found = judge(tiny_engine, answered, wrong)
     assert {bug.culprit for bug in found.bugs} == {"none"}
     assert {bug.system for bug in found.bugs} == {"lookahead", "prompt_lookup"}
 
@@ -601,10 +612,9 @@ def test_a_rival_that_is_wrong_does_not_fail_the_run(make: Make, tiny_engine: En
 
 
 @pytest.mark.slow
-def test_a_text_that_ends_early_or_late_is_a_bug(make: Make, tiny_engine: Engine) -> None:
-    folder = make().run()
+def test_a_text_that_ends_early_or_late_is_a_bug(answered: RunFolder, tiny_engine: Engine) -> None:
     for change in (lambda tokens: tokens[:7], lambda tokens: [*tokens, 1, 1]):
-        found = judge(tiny_engine, folder, tampered(folder.records(), "lookahead", change))
+        found = judge(tiny_engine, answered, tampered(answered.records(), "lookahead", change))
         assert not found.passed
         assert "one text ends at token" in str(found.bugs[0])
 
@@ -714,17 +724,16 @@ def test_missing_answers_are_an_error(make: Make, tiny_engine: Engine) -> None:
         judge(tiny_engine, folder, [])
 
 
-def test_an_audit_rests_on_answers(make: Make, tiny_engine: Engine) -> None:
+def test_an_audit_rests_on_answers(answered: RunFolder, tiny_engine: Engine) -> None:
     """A drafter all of whose answers failed has not passed, and of failures alone nothing is known."""
-    folder = make().run()
-    found = judge(tiny_engine, folder, [failed(one, one.system == "lookahead") for one in folder.records()])
+    found = judge(tiny_engine, answered, [failed(one, one.system == "lookahead") for one in answered.records()])
     assert not found.passed
     assert str(found.systems["lookahead"]) == "nothing compared, 2 failed"
     assert str(found) == "2 answers were compared with plain decoding's, 2 failed"
-    nothing = judge(tiny_engine, folder, [failed(one, True) for one in folder.records()])
+    nothing = judge(tiny_engine, answered, [failed(one, True) for one in answered.records()])
     assert not nothing.passed
     assert nothing.compared == 0
-    half = judge(tiny_engine, folder, [failed(one, one.question_id == 1) for one in folder.records()])
+    half = judge(tiny_engine, answered, [failed(one, one.question_id == 1) for one in answered.records()])
     assert half.passed
     assert str(half.systems["lookahead"]) == "1 of 1 identical, 1 failed"
 

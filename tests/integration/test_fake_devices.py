@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from transformers import MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from drafters.heads import mtp
+from drafters.heads import mtp_finding
 from drafters.heads import session as head_session
 from drafters.heads.loading import load_head
 from drafters.heads.mtp_layout import find_mtp
@@ -337,7 +337,7 @@ def test_every_drafter(
             head = load_head(Path(options["head"]), drafter, models.target_of(family))
             loaded[options["head"]] = head.to(torch.float32)
     monkeypatch.setattr(head_session, "load_head", lambda folder, *_, **__: loaded[str(folder)])
-    monkeypatch.setattr(mtp, "find_mtp", lambda folder: loaded[str(folder)])
+    monkeypatch.setattr(mtp_finding, "find_mtp", lambda folder: loaded[str(folder)])
     for kind in (Adapter, MedusaHeads):
         monkeypatch.setattr(kind, "from_pretrained", lambda folder: loaded[str(folder)])
     for kind in (Adapter, MedusaHeads, HeadWeights):

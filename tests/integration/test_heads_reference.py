@@ -80,7 +80,7 @@ def guesses(
     heads.write(folder, own.config, own.tensors)
     settings = {"name": own.drafter, "head": str(folder), "min_chance": 0.0, **shape}
     drafter = Beside(make_drafter(settings, target), Oracle([*PROMPT, *truth], VOCAB))
-    out = Engine(target, None, drafter, max_rows=24, prefill_chunk=4, costs=roofline("cpu")).generate(PROMPT, new)
+    out = Engine(target, None, drafter, max_rows=24, prefill_chunk=4, costs=roofline()).generate(PROMPT, new)
     assert out.token_ids == truth
     assert len(set(out.stats.acceptance_lengths)) > 2  # blocks of several lengths were committed
     yield from proposed(drafter.found, deepest=3)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from drafters.heads.mtp import own_layers
+from drafters.heads.mtp_finding import own_layers
 from specdec import Engine
 from specdec.costs.curve import roofline
 from specdec.decoder.names import CHOICE
@@ -140,7 +140,7 @@ def guesses(name: str, folder: Path, shape: dict[str, Any]) -> Iterator[tuple[li
     heads.write(folder, *published(name))
     inner = make_drafter({"name": "mtp", "head": str(folder), "min_chance": 0.0, **shape}, target)
     drafter = Beside(inner, Oracle([*prompt, *truth], VOCAB))
-    out = Engine(target, None, drafter, max_rows=24, prefill_chunk=3, costs=roofline("cpu")).generate(prompt, new)
+    out = Engine(target, None, drafter, max_rows=24, prefill_chunk=3, costs=roofline()).generate(prompt, new)
     assert out.token_ids == truth
     assert len(set(out.stats.acceptance_lengths)) > 2  # blocks of several lengths were committed
     yield from proposed(drafter.found, deepest=2 + (shape.get("branch") == 1))
@@ -163,7 +163,7 @@ def test_a_checkpoint_brings_its_own_layers(tmp_path: Path) -> None:
     target = TransformersTarget.from_pretrained(folder)
     prompt, plain = prompt_of(7), Engine(target, None, "none").generate(prompt_of(7), 12).token_ids
     for drafter in ({"name": "mtp", "min_chance": 0.0}, "auto"):
-        engine = Engine(target, None, drafter, max_rows=16, costs=roofline("cpu"))
+        engine = Engine(target, None, drafter, max_rows=16, costs=roofline())
         assert engine.generate(prompt, 12).token_ids == plain
     assert "mtp" in [part.name for part in engine.drafter.parts]
     assert own_layers(target) == folder

@@ -121,7 +121,7 @@ def test_other_lossless_rules(drafter: str, acceptance: str, tmp_path: Path) -> 
     for settings in settings_of(drafter, target, tmp_path)[:2]:
         drafts: list[Draft] = []
         spy = Spy(make_drafter(settings, target), drafts.append)
-        engine = Engine(target, None, spy, max_rows=24, costs=roofline("cpu"))
+        engine = Engine(target, None, spy, max_rows=24, costs=roofline())
         params = [SamplingParams(temperature=1.0, seed=seed, acceptance=acceptance) for seed in range(300)]
         prompt = [1, 2, 3, 1, 2]
         texts = [engine.generate(prompt, 3, p).token_ids for p in params[:20]]

@@ -96,7 +96,7 @@ def test_guesses_are_the_drafters(
         return logits
 
     monkeypatch.setattr("drafters.heads.session.HeadSession._scores", scores)
-    out = Engine(target, None, drafter, max_rows=24, prefill_chunk=4, costs=roofline("cpu")).generate(prompt, 20)
+    out = Engine(target, None, drafter, max_rows=24, prefill_chunk=4, costs=roofline()).generate(prompt, 20)
     assert out.token_ids == truth
     assert len(set(out.stats.acceptance_lengths)) > 2  # blocks of several lengths were committed
     assert max(len(path) for _, path, _ in said) == training.depth - 1
@@ -225,7 +225,7 @@ def drafts(kind: str, folder: Path, target: TransformersTarget) -> Iterator[tupl
     prompt, truth = list(prompt_of(9)), greedy(FAMILY, prompt_of(9), 40)[:10]
     settings = {"name": {"eagle3": "eagle", "dspark": "dflash"}[kind], "head": str(folder), "min_chance": 0.0}
     drafter = Beside(make_drafter({**settings, "rows": 12, "tokens": 3}, target), Oracle([*prompt, *truth], VOCAB))
-    Engine(target, None, drafter, max_rows=24, prefill_chunk=4, costs=roofline("cpu")).generate(prompt, 10)
+    Engine(target, None, drafter, max_rows=24, prefill_chunk=4, costs=roofline()).generate(prompt, 10)
     for tokens, draft in drafter.found:
         below: dict[int, list[int]] = {}
         for row in range(1, len(draft)):

@@ -19,7 +19,8 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -30,7 +31,7 @@ from drafters.shared.vocabulary import most_frequent, token_counts
 from specdec import Engine
 from specdec.cli.main import build, main
 from specdec.engine.config import WeightsOptions
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import CheckpointError, ConfigError, SpecdecWarning
 from specdec.models.loading import embedded_model
 from specdec.models.tokenizer import load_tokenizer
 from specdec.models.transformers_target import TransformersTarget
@@ -175,9 +176,30 @@ def test_features_on_disk_are_those_computed(target_of: Callable[..., Transforme
     reading([2]).read(every)
     reading([1]).read(pack([Sample(list(prompt_of(40, 2)), [True] * 40, False)], 8).at(np.arange(5)))
     assert len(forwards) == 16
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="features_folder"):
-        FrozenTarget(target, [1], folder=tmp_path / "file" / "features").read(every)
+
+
+def test_features_stay_in_memory_once_the_disk_is_full(
+    target_of: Callable[..., TransformersTarget], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, forwards, folder = target_of("llama", torch.float32), list[int](), tmp_path / "features"
+    windows = pack([Sample(list(prompt_of(40, 1)), [True] * 40, False)], 8)
+    every, wanted = windows.at(np.arange(5)), FrozenTarget(target, [1])
+
+    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        if len(list(folder.iterdir())) > 2:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save_file(tensors, path)
+
+    monkeypatch.setattr("training.features.save_file", full)
+    frozen = FrozenTarget(target, [1], keep=2**20, folder=folder)
+    frozen._computed = lambda *window, of=frozen._computed: forwards.append(1) or of(*window)  # type: ignore[func-returns-value,method-assign]
+    with pytest.warns(SpecdecWarning, match=r"a window, 2,048 bytes, to '.*features': .*No space.*keep_features"):
+        frozen.read(every)
+    assert [path.suffix for path in folder.iterdir()] == [".safetensors"] * 2
+    for _ in range(2):
+        torch.testing.assert_close(frozen.read(every), wanted.read(every), rtol=0, atol=0)
+    assert len(forwards) == 5 + 1  # that which the disk did not take is computed once more
 
 
 @pytest.mark.slow

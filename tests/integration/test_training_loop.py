@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,29 @@ def test_another_run_is_not_continued(windows: Windows, tmp_path: Path) -> None:
         trained(windows, tmp_path, replace(CONFIG, steps=13))
     with pytest.raises(ConfigError, match="with data "):
         trained(pack([Sample([1, 2] * 9, [True] * 18, False)], 8), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"told": {"model": "b", "text": {"length": 9}}}, None),  # other places of the same texts and model
+        ({"held_out": "y", "told": {"text": {"held_out_one_in": 9}}}, r"text\.held_out_one_in 50, this one has 9"),
+        ({"held_out": "y", "told": {"eval_data": ["z"]}}, r"eval_data \[\], this one has \['z'\]"),
+        ({"held_out": "y"}, "held_out 'x', this one has 'y'"),  # a file's content
+        ({"heads": {"target": "q", "width": 7}, "told": {"model": "b"}}, "model 'a', this one has 'b'"),
+    ],
+)
+def test_what_only_hashes_tell_is_named_by_its_option(
+    windows: Windows, tmp_path: Path, change: dict[str, Any], said: str | None
+) -> None:
+    told = {"model": "a", "data": ["d"], "eval_data": [], "text": {"length": 8, "held_out_one_in": 50}}
+    run = {"heads": {"target": "p", "width": 8}, "held_out": "x", "told": told}
+    config = replace(CONFIG, steps=1)
+    train(Bigrams(), windows, config, new_accelerator(config), tmp_path, run=run)
+    texts = {**told, **change.get("told", {}), "text": {**told["text"], **change.get("told", {}).get("text", {})}}
+    named = nullcontext() if said is None else pytest.raises(ConfigError, match=f"of a run with {said}; start")
+    with named:
+        train(Bigrams(), windows, config, new_accelerator(config), tmp_path, run={**run, **change, "told": texts})
 
 
 def test_another_drafters_run_is_named(windows: Windows, tmp_path: Path) -> None:
@@ -410,7 +434,9 @@ def test_a_second_signal_ends_it_at_once(windows: Windows, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_best_is_judged_anew_where_it_is_judged_otherwise(windows: Windows, tmp_path: Path) -> None:
+def test_the_best_is_judged_anew_where_it_is_judged_otherwise(
+    windows: Windows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(scores: list[float], judging: str, poison: int = 99) -> dict[str, float]:
         part, calls = Bigrams(), iter(range(99))
         part.scores, part.poison = iter(scores), lambda batch: next(calls) == poison
@@ -420,6 +446,7 @@ def test_the_best_is_judged_anew_where_it_is_judged_otherwise(windows: Windows, 
     with pytest.raises(NumericalError):
         run([5.0, 4.0], "one way", poison=3 + 10)
     assert run([2.0, 3.0], "another") == {"step": 12, "score": 3.0}
+    assert "step 4 is judged anew, as the options of the evaluation changed: score 2" in capsys.readouterr().out
     shutil.rmtree(tmp_path)
     with pytest.raises(NumericalError):
         run([5.0, 4.0], "one way", poison=3 + 10)
@@ -475,11 +502,13 @@ def test_a_run_is_the_same_with_less_memory_and_judged_otherwise(windows: Window
         keep_features=0.5, features_folder="x", data=["y"], judged_depth=2, evaluation={"prompts": 3, "new": 9},
         loop={"batch": 2, "accumulate": 4, "eval_every": 7, "wandb": "off"},
     )  # fmt: skip
-    assert first != same(loop={"batch": 4})
     for version in (first, {**first, "keep_features": 4.0, "evaluation": {"prompts": 24}}):  # the latter of older ones
         folder = tmp_path / str(len(version))
         train(Bigrams(), windows, CONFIG, new_accelerator(CONFIG), folder, run=version)
         train(Bigrams(), windows, CONFIG, new_accelerator(CONFIG), folder, run={**first, "held_out": "x"})
-        other = same(loop={"batch": 8, "lr": 2e-3})
-        with pytest.raises(ConfigError, match=r"of a run with loop\.lr 0\.001, this one has 0\.002; start"):
-            train(Bigrams(), windows, CONFIG, new_accelerator(CONFIG), folder, run=other)
+        for other, said in (
+            ({"batch": 8, "lr": 2e-3}, r"loop\.lr 0\.001, this one has 0\.002"),
+            ({"batch": 4}, r"loop\.batch \* accumulate 8, this one has 4"),
+        ):
+            with pytest.raises(ConfigError, match=f"of a run with {said}; start"):
+                train(Bigrams(), windows, CONFIG, new_accelerator(CONFIG), folder, run=same(loop=other))

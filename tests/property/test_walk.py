@@ -17,7 +17,7 @@ from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.joining import joined
 from specdec.step.pages import PagePool
-from specdec.step.step_io import Draws, StepInput, Wanted
+from specdec.step.step_io import Draws, StepInput, Walk, Wanted
 from specdec.step.step_output import StepOutput
 from tests import seam
 from tests.launching import Kernels
@@ -65,7 +65,7 @@ class Step:
         """Its rows, of which a device is to decide."""
         may = np.array([row not in self.draft.probes for row in range(self.rows)])
         draws = Draws((7,), (1.0,)) if self.sampled else None
-        wanted = Wanted(draws=draws, accept=may if self.decides else None, decides=(self.decides,))
+        wanted = Wanted(draws=draws, walks=(Walk(may, True) if self.decides else Walk(),))
         return seam.Text(self.cache).rows(self.draft, wanted=wanted)
 
 

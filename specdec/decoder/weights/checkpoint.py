@@ -16,6 +16,7 @@ import torch
 
 from specdec.decoder.names import FUSED, Names, Weight, shapes_of
 from specdec.decoder.spec import DecoderSpec, Experts
+from specdec.decoder.weights.packed import SomeRows
 from specdec.decoder.weights.source import Source
 from specdec.errors import CheckpointError
 from specdec.runners.block_weight import BlockTensor
@@ -184,9 +185,12 @@ class Checkpoint:
         found, order = self._source.blocks(self._places[weight]), self._order(weight)
         if found is None or (order is None and weight not in self._rows):
             return found
-        if not isinstance(found.blocks, np.ndarray) or found.order is not None:  # rows that are in one order alone
+        own = self._rows.get(weight, slice(None))
+        if found.order is not None:  # rows that are in one order alone
             return None
-        rows = found.blocks[self._rows.get(weight, slice(None))]
+        if not isinstance(found.blocks, np.ndarray):  # and so are those that are made as they are read
+            return replace(found, blocks=SomeRows(found.blocks, own)) if order is None else None
+        rows = found.blocks[own]
         return replace(found, blocks=rows, order=None if order is None else order.numpy())
 
     def _parts(self, own: torch.Tensor, count: int, kind: str) -> Sequence[torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from specdec.errors import CheckpointError
@@ -16,7 +17,7 @@ from specdec.native.formats import formats
 from specdec.runners.block_weight import BlockRows, BlockTensor
 from specdec.runners.memory_pages import FilePages
 
-__all__ = ["PackedRows", "PackedTensors"]
+__all__ = ["PackedRows", "PackedTensors", "SomeRows"]
 
 _DEQUANTISED = 1 << 20  # weights of a dense matrix at once
 
@@ -38,6 +39,24 @@ class PackedRows(BlockRows, Protocol):
         if self.format is None:
             return None
         return BlockTensor(next(one for one in formats().values() if one.name == self.format), self)
+
+
+class SomeRows(BlockRows):
+    """The blocks of some outputs of a weight."""
+
+    def __init__(self, whole: BlockRows, rows: slice) -> None:
+        self._whole, self._first, self._last = whole, *rows.indices(len(whole))[:2]
+        self.shape = self._last - self._first, whole.shape[1]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        first, last, _ = rows.indices(len(self))
+        return self._whole[self._first + first : self._first + last]
+
+    def release(self) -> None:
+        self._whole.release()
 
 
 class PackedTensors:

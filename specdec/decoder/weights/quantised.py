@@ -20,7 +20,7 @@ from specdec.decoder.weights.packed import PackedTensors
 from specdec.decoder.weights.safetensors import FLOATS, dtype_name, opened_tensors
 from specdec.runners.block_weight import BlockTensor
 
-__all__ = ["GPU_METHODS", "METHODS", "Method", "QuantisedSource", "method_of", "quantised_source"]
+__all__ = ["METHODS", "Method", "QuantisedSource", "method_of", "needs_gpu", "quantised_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,7 @@ class Method:
 
     def leaves(self, device: Any) -> bool:
         """Whether transformers is left what is not read here, to run on a device."""
-        on_cpu = torch.device("cpu" if device is None else device).type == "cpu"
-        return self.transformers_loads() and not (self.here and on_cpu)
+        return self.transformers_loads() and not (self.here and _is_cpu(device))
 
 
 METHODS: Mapping[str, Method] = {
@@ -56,8 +55,16 @@ METHODS: Mapping[str, Method] = {
     "mxfp4": Method((), ("_blocks",), here=True),
 }
 """Those that are read here, by their names in configs."""
-GPU_METHODS = ("torchao", "hqq")
-"""Others, whose modules transformers may load: on a CPU they are refused, as nothing of theirs was tried there."""
+_GPU_METHODS = ("torchao", "hqq")
+
+
+def needs_gpu(method: object, device: Any) -> bool:
+    """Whether a method's modules are refused on this device, a CPU, as nothing of theirs was tried there."""
+    return method in _GPU_METHODS and _is_cpu(device)
+
+
+def _is_cpu(device: Any) -> bool:
+    return torch.device("cpu" if device is None else device).type == "cpu"
 
 
 def method_of(told: Any) -> str | None:

@@ -306,7 +306,7 @@ def test_the_curve_is_read_when_the_engine_is_made_and_only_where_rows_are_weigh
         engine = Engine(target, None, drafter, policy=policy)
         engine.generate(PROMPT, 3)
         assert engine.row_policy() is None
-        assert engine.costs == roofline("cpu")
+        assert engine.costs == roofline()
     assert kept == []
     engine = Engine(target, None, "none", policy="acceptance").with_drafter("jacobi")
     assert kept == [None]

@@ -133,6 +133,12 @@ _REFUSED: list[tuple[str, Said, str]] = [  # what moves llama.cpp's logits or is
     ("llama", {"context_length": None}, "does not say llama.context_length"),
     ("llama", {"nextn_predict_layers": 1}, "says llama.nextn_predict_layers 1, and only 0 is read"),
     ("glm4", {"block_count": 5, "nextn_predict_layers": 1}, "says glm4.block_count 5 and has tensors of 3 layers"),
+    (
+        "glm4",
+        {"nextn_predict_layers": 3},
+        "says glm4.nextn_predict_layers 3 and block_count 3, and an integer below that",
+    ),
+    ("glm4", {"nextn_predict_layers": 2**31}, "says glm4.nextn_predict_layers 2147483648 and block_count 3"),
     ("llama", {"block_count": 2}, "says llama.block_count 2 and has tensors of 3 layers"),
     ("llama", {"attention.head_count_kv": [2, 2, 4]}, "head_count_kv .2, 2, 4., and a number is needed"),
     ("llama", {"attention.value_length": 8}, "says llama.attention.value_length 8, and only 16 is read"),

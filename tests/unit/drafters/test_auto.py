@@ -148,7 +148,7 @@ def test_a_drafter_that_knows_its_chances_is_believed() -> None:
 def test_a_part_with_a_model_is_judged_by_many_steps(computes: bool) -> None:
     """It brings 1.8 tokens in every sixteenth step and costs a tenth of one in each: together it pays."""
     part = Fixed(taps=[1] if computes else ())
-    bandit, prices = Bandit(part, 0.96), Prices(roofline("cpu"))
+    bandit, prices = Bandit(part, 0.96), Prices(roofline())
     awake = 0
     for step in range(400):
         if bandit.awake(prices, 10):
@@ -161,7 +161,7 @@ def test_a_crowd_tries_what_does_not_pay_in_no_more_steps_than_one_alone() -> No
     """All of them are asked at once then, before the first is judged."""
     asked = dict[int, int]()
     for sequences in (1, 8):
-        bandit, prices = Bandit(Fixed(), 0.96), Prices(roofline("cpu"))
+        bandit, prices = Bandit(Fixed(), 0.96), Prices(roofline())
         prices.batch_load = BatchLoad(sequences, sequences - 1)
         steps = 0
         for _ in range(2000):

@@ -71,7 +71,7 @@ def drafted(choices: Choices, q: Table, options: dict[str, Any]) -> Draft:
     context = Context(
         target=TARGET, cache=SimpleNamespace(length=2), tokens=[0, 0, 0], prompt_length=3, remaining=9, max_rows=16,  # type: ignore[arg-type]
         sampling=SamplingParams(temperature=1.0, acceptance="reject"), noise=noise, rng=random.Random(0),
-        costs=roofline("cpu"),
+        costs=roofline(),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(growing, "drawn", pick)

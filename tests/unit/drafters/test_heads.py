@@ -43,7 +43,7 @@ def test_heads_are_parts_of_merged_drafts(name: str, tmp_path: Path) -> None:
     drafter = Spy(
         make_drafter({"name": name, "parts": parts, "rows": 12}, target), lambda draft: rows.append(len(draft))
     )
-    engine = Engine(target, None, drafter, max_rows=24, costs=roofline("cpu"))
+    engine = Engine(target, None, drafter, max_rows=24, costs=roofline())
     assert engine.generate(PROMPT, NEW).token_ids == greedy("mistral", PROMPT, NEW)
     assert max(rows) > 3
     hot = SamplingParams(temperature=0.9, seed=2, acceptance="match")
@@ -120,7 +120,7 @@ def test_drawn_drafts_keep_the_joint_distribution(kind: str, tmp_path: Path) -> 
     }
     name = "eagle" if "eagle" in kind else "dflash"
     settings = {"name": name, "head": str(heads.write(tmp_path, *made[kind]())), "min_chance": 0.0}
-    engine = Engine(target, None, settings, max_rows=16, costs=roofline("cpu"))
+    engine = Engine(target, None, settings, max_rows=16, costs=roofline())
     params = [SamplingParams(temperature=1.0, seed=seed, acceptance="reject") for seed in range(1500)]
     texts = [one.token_ids for one in engine.generate_batch([[4, 2, 0, 1]] * 1500, 3, params, batch=64)]
     assert_joint(texts, joint_of(model, [4, 2, 0, 1], 3))

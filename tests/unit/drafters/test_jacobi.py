@@ -45,9 +45,9 @@ def test_guesses_follow_from_what_rows_cost() -> None:
     def curve(*seconds: float) -> CostCurve:
         return CostCurve(machine={}, rows=[1, 2, 3, 5], lengths=[1], seconds=[seconds])
 
-    for dear in (curve(1, 1.04, 1.15, 1.45), curve(1, 2, 2.1, 2.2), roofline("cpu")):
+    for dear in (curve(1, 1.04, 1.15, 1.45), curve(1, 2, 2.1, 2.2), roofline()):
         assert guesses_for(dear, 256) == 1
-    for free in (curve(1, 1, 1, 1), curve(1, 2, 2, 2), roofline("cuda")):
+    for free in (curve(1, 1, 1, 1), curve(1, 2, 2, 2), roofline(at_once=True)):
         assert guesses_for(free, 256) == 4
     assert guesses_for(curve(1, 1, 1, 2), 256) == 2
 

@@ -209,7 +209,7 @@ def test_a_larger_share_has_to_be_worth_it() -> None:
 def test_a_choice_is_kept_for_later_texts_but_where_the_text_depends_on_it() -> None:
     target = target_of("llama")
     drafter: Any = make_drafter({"name": "layer_skip", "min_chance": 0.0}, target)
-    engine = Engine(target, None, drafter, costs=roofline("cpu"))
+    engine = Engine(target, None, drafter, costs=roofline())
     assert drafter.chosen is None
     sampled = SamplingParams(temperature=0.9, seed=1, acceptance="reject")
     first = engine.generate(PROMPT, 12, sampled).token_ids

@@ -25,19 +25,19 @@ def test_the_scaling_law_is_the_papers() -> None:
 
 
 def test_sizes_follow_from_what_rows_cost() -> None:
-    for dear in (*MEASURED, roofline("cpu")):
+    for dear in (*MEASURED, roofline()):
         assert sizes_for(dear, 256, 128) == (1, 4, 1)
     free = CostCurve(machine={}, rows=[1, 200], lengths=[1], seconds=[[1.0, 1.0]])
     step = CostCurve(machine={}, rows=[1, 2, 200], lengths=[1], seconds=[[1.0, 2.0, 2.0]])  # but the second row is not
-    for cheap in (free, step, roofline("cuda")):
+    for cheap in (free, step, roofline(at_once=True)):
         assert sizes_for(cheap, 256, 128) == (15, 5, 15)
     slight = CostCurve(machine={}, rows=[1, 201], lengths=[1], seconds=[[1.0, 2.0]])
     assert sizes_for(slight, 256, 128) not in (SIZES[0], SIZES[-1])
 
 
 def test_sizes_fit_the_engines_rows() -> None:
-    assert sizes_for(roofline("cuda"), 256, 60) == (7, 5, 7)
-    assert sizes_for(roofline("cuda"), 256, 2) == (1, 4, 1)
+    assert sizes_for(roofline(at_once=True), 256, 60) == (7, 5, 7)
+    assert sizes_for(roofline(at_once=True), 256, 2) == (1, 4, 1)
 
 
 def test_the_engine_hands_its_curve_on() -> None:

@@ -57,7 +57,7 @@ def test_the_text_is_plain_decodings(drafter: str, sampling: SamplingParams, tmp
     plain = Engine(target).generate(prompt, 30, sampling).token_ids
     edited = [*plain[:8], 7, 8, *plain[13:]]
     for number, options in enumerate(settings_of(drafter, target, tmp_path)):
-        engine = Engine(target, None, options, policy=("off", "acceptance")[number % 2], costs=roofline("cpu"))
+        engine = Engine(target, None, options, policy=("off", "acceptance")[number % 2], costs=roofline())
         for prediction in (plain, edited, [9] * 200, [0]):
             assert engine.generate(prompt, 30, sampling, prediction=prediction).token_ids == plain
 

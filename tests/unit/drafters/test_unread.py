@@ -166,7 +166,7 @@ def test_texts_are_the_target_s(kind: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(UnreadSession, "_settle", noted)
     for options in ({"branch": 3, "rows": 9}, {"min_chance": None}):
         drafter = make_drafter(settings(tmp_path, kind, **options), target)
-        engine = Engine(target, None, drafter, max_rows=24, costs=roofline("cpu"), policy="off")
+        engine = Engine(target, None, drafter, max_rows=24, costs=roofline(), policy="off")
         assert [engine.generate(PROMPT, NEW, one).token_ids for one in (None, MATCH)] == expected
         both = engine.generate_batch([PROMPT, PROMPT[:5]], NEW, [MATCH, None], batch=2)
         assert [one.error for one in both] == [None, None]
@@ -203,7 +203,7 @@ def test_guesses_of_before_say_how_many_rows_there_are(tmp_path: Path, monkeypat
 
         monkeypatch.setattr(made, "guess", guess)
         # Rows cost something, so that only likely ones pay.
-        Engine(target, None, drafter, max_rows=16, costs=roofline("cpu"), policy="off").generate(PROMPT, NEW)
+        Engine(target, None, drafter, max_rows=16, costs=roofline(), policy="off").generate(PROMPT, NEW)
         rows.append(sizes)
     assert sum(rows[0]) / len(rows[0]) > sum(rows[1]) / len(rows[1])
     assert rows[1][-2] == 2, "one guess is always made"
@@ -217,7 +217,7 @@ def test_drawn_drafts_keep_the_joint_distribution(kind: str, tmp_path: Path, mon
     drafter = make_drafter(settings(tmp_path, kind, 8, 5), target)
     monkeypatch.setattr(device_copies, "is_apart", lambda device: True)
     drafts = list[Draft]()
-    engine = Engine(target, None, Spy(drafter, drafts.append), max_rows=16, costs=roofline("cpu"))
+    engine = Engine(target, None, Spy(drafter, drafts.append), max_rows=16, costs=roofline())
     params = [SamplingParams(temperature=1.0, seed=seed, acceptance="reject") for seed in range(1500)]
     texts = [one.token_ids for one in engine.generate_batch([[4, 2, 0, 1]] * 1500, 3, params, batch=64)]
     assert_joint(texts, joint_of(model, [4, 2, 0, 1], 3))

@@ -371,7 +371,7 @@ def test_drawn_drafts_do_not_depend_on_the_neighbours() -> None:
     """Under ``reject`` the rows proposed decide the text at a seed, so that a policy must not look at the batch."""
     target = target_of("llama")
     q = torch.softmax(torch.randn(target.vocab_size, target.vocab_size, dtype=torch.float64), -1)
-    engine = Engine(target, None, Drawing(q, (1,) * 6), policy="acceptance", costs=roofline("cpu"), max_rows=8)
+    engine = Engine(target, None, Drawing(q, (1,) * 6), policy="acceptance", costs=roofline(), max_rows=8)
     engine.drafter.fixed_cost_rows = 0
     prompts = [prompt_of(size) for size in (4, 9, 3, 5)]
     expected = [engine.generate(prompt, 30, HOT) for prompt in prompts]
@@ -386,7 +386,7 @@ def test_drawn_drafts_do_not_depend_on_the_neighbours() -> None:
 def test_rules_by_which_chosen_rows_decide_the_text(acceptance: str) -> None:
     """Where they judge rows that were chosen, too, a policy must not look at the batch for any drafter."""
     sampling = SamplingParams(temperature=0.4, seed=3, acceptance=acceptance, allow_lossy=acceptance == "typical")
-    engine = Engine(target_of("llama"), None, "prompt_lookup", policy="acceptance", costs=roofline("cpu"), max_rows=8)
+    engine = Engine(target_of("llama"), None, "prompt_lookup", policy="acceptance", costs=roofline(), max_rows=8)
     prompts = [prompt_of(size) * 2 for size in (4, 9, 3, 5)]
     found = engine.generate_batch(prompts, 30, sampling, batch=4)
     assert [one.token_ids for one in found] == [engine.generate(prompt, 30, sampling).token_ids for prompt in prompts]
@@ -394,7 +394,7 @@ def test_rules_by_which_chosen_rows_decide_the_text(acceptance: str) -> None:
 
 def test_rows_are_dearer_in_a_crowd() -> None:
     """By the curve at the rows of all, in a sequence's share of a plain step; drafting as well."""
-    curve = roofline("cpu")  # a tenth of a plain step for each more row
+    curve = roofline()  # a tenth of a plain step for each more row
     assert curve.steps(0, 3) == pytest.approx([0, 1, 1.1, 1.2])
     share = 1.7 / 8  # of a forward of eight rows
     policy = AcceptancePolicy(curve)

@@ -105,7 +105,7 @@ def test_every_drafter_s_traces_fit_its_steps(drafter: str, temperature: float, 
     sampling = SamplingParams(temperature=temperature, seed=1)
     known = {*drafter_names(), "target"}
     for options in settings_of(drafter, target, tmp_path)[:2]:
-        engine = Engine(target, None, options, costs=roofline("cpu"))
+        engine = Engine(target, None, options, costs=roofline())
         plain = engine.generate(prompt, 16, sampling)
         assert all(step.trace is None for step in plain.steps)
         requests = [Request(prompt, 16, sampling, trace=number > 0) for number in range(2)]

@@ -18,6 +18,7 @@ from specdec.models.transformers_target import TransformersTarget
 from specdec.step.step_io import Entering, LayerPlan, Part
 from tests import models, seam
 from tests.decoders import ALL, BIASED, Decoder, checkpoint_of, new_model, reference_logits
+from tests.tiers import each_once
 
 PROMPT, OTHER = models.prompt_of(9), models.prompt_of(5, seed=3)
 TREE = Draft((3, 4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3, 5))
@@ -37,8 +38,7 @@ def close(found: torch.Tensor | None, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("changed", [False, True])
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize(("family", "changed"), each_once(ALL, [False, True]))
 def test_logits_are_those_of_transformers(family: str, changed: bool, tmp_path: Path) -> None:
     """Prompts in chunks, past windows; chains, trees at once and level by level, and texts beside each other."""
     attention = {"attn_implementation": "eager"} if family == "gemma2" else {}  # the others lose the cap of scores

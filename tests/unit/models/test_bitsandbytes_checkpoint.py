@@ -88,6 +88,15 @@ def test_all_families_run_natively(family: str, kind: str, size: int, tmp_path: 
 
 
 @needs_compiler
+@pytest.mark.parametrize(("kind", "size"), [("nf4", 64), ("int8", 0)])
+def test_stacked_matrices_stay_quantised(kind: str, size: int, tmp_path: Path) -> None:
+    """Phi-3's queries, keys and values, and gate and up, which are one tensor each."""
+    expected = bitsandbytes_checkpoint(tmp_path, kind=kind, size=size, family="phi3")
+    assert_blocks_are(load(tmp_path, "float32")[0], expected, 4 * 3, torch.float32)
+    assert_weights_are(tmp_path, expected)
+
+
+@needs_compiler
 def test_what_is_not_quantised_stays_dense(tmp_path: Path) -> None:
     """`llm_int8_skip_modules`: a layer's query alone, and an MLP. A matrix whose inputs are no whole blocks is
     dequantised. The head is quantised, in blocks of 32 as its inputs are not a multiple of 64.

@@ -78,6 +78,8 @@ def test_all_families_run_natively(family: str, tmp_path: Path) -> None:
     assert (target.options["runner"], target.dtype) == ("native", torch.bfloat16)
     for name, weight in weights_of(target).items():
         assert torch.equal(weight, expected[name].bfloat16()), name
+    if family == "phi3":  # whose queries, keys and values are one tensor, as gate and up are
+        assert_blocks_are(target, expected, 4 * 3, torch.bfloat16)
 
 
 @needs_compiler

@@ -56,6 +56,15 @@ def test_all_families_run_natively(family: str, method: str, tmp_path: Path) -> 
 
 
 @needs_compiler
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_stacked_matrices_stay_quantised(method: str, tmp_path: Path) -> None:
+    """Phi-3's queries, keys and values, and gate and up, which are one tensor each."""
+    expected = int4_checkpoint(tmp_path, method=method, family="phi3")
+    assert_blocks_are(load(tmp_path, "float32")[0], expected, 4 * 3, torch.float32)
+    assert_weights_are(tmp_path, expected)
+
+
+@needs_compiler
 def test_what_is_not_quantised_stays_dense(tmp_path: Path) -> None:
     """A layer's query alone; its MLP; and a quantised head."""
     kept = ("layers.0.self_attn.q_proj", "layers.1.mlp")

@@ -84,6 +84,7 @@ def folder_of(place: Path, *, ends: Any = 1, family: str = "Llama", **changes: A
     return place
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

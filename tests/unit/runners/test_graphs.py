@@ -28,7 +28,7 @@ from specdec.runners.graphs import CudaRecorder
 from specdec.step import device_copies
 from specdec.step.cache import KVCache
 from specdec.step.pages import PagePool
-from specdec.step.step_io import Entering, Wanted
+from specdec.step.step_io import Entering, Walk, Wanted
 from specdec.target import FINAL
 from tests import seam
 from tests.launching import Recorder, fused, launch
@@ -413,7 +413,7 @@ def test_rows_that_a_device_has_moved_do_not_enter_again(recorder: Recorder) -> 
     """Their first layers' keys are elsewhere; from the first layer on they may run once more."""
     target = fused(new_model("llama", torch.float64, **SIZES))
     own, rows = seam.text(target), [3, 5, 4]
-    decided = Wanted(accept=np.ones(3, dtype=np.bool_), decides=(True,))
+    decided = Wanted(walks=(Walk(np.ones(3, dtype=np.bool_), True),))
     with target.active():
         entry = Entering(1, own.run(rows, [-1, 0, 0], exit_layer=1).out)
         step = own.rows(rows, [-1, 0, 0], wanted=decided)

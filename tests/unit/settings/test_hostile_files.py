@@ -221,7 +221,7 @@ def test_tokens_and_suffixes_that_are_none(drafter: str, folder_of: Callable[[st
     """A datastore's arrays are not read as a whole; what is no token ends a draft."""
     folder = folder_of("datastore")
     option = {"rest": "datastore", "suffix_automaton": "corpus"}[drafter]
-    engine = Engine(target_of("llama"), None, costs=roofline("cpu"))
+    engine = Engine(target_of("llama"), None, costs=roofline())
     tokens, suffixes = np.load(folder / "tokens.npy"), np.load(folder / "suffixes.npy")
     rng = np.random.default_rng(0)
     for odd in (32, 10**6, 2**32 - 2):

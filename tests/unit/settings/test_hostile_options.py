@@ -71,7 +71,7 @@ def test_there_are_cases() -> None:
 def test_an_option_of_any_value(drafter: str, option: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     spec = settings(drafter, tmp_path_factory.getbasetemp() / f"hostile-{drafter}")[0]
     listed = get_type_hints(drafter_type(drafter).Config)[option] == list[int]
-    engine, ran = Engine(target_of("llama"), costs=roofline("cpu")), 0
+    engine, ran = Engine(target_of("llama"), costs=roofline()), 0
     for value in VALUES:
         for given in [value, *([[value]] if listed else [])]:
             told = ""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specdec import Draft
 from specdec.step.cache import KVCache
 from specdec.step.joining import beginning, joined
-from specdec.step.step_io import ALL, NOTHING, Draws, Entering, LayerPlan, Part, StepInput, Wanted
+from specdec.step.step_io import ALL, NOTHING, Draws, Entering, LayerPlan, Part, StepInput, Walk, Wanted
 from tests.property.trees import parent_lists
 
 TREE = Draft([9, 8, 7, 6, 5], [-1, 0, 0, 1, 2])
@@ -78,18 +78,19 @@ def test_what_is_wanted_of_several_is_what_each_wants() -> None:
     draws = Draws((7,), (0.5,))
     each = [
         Wanted(np.array([1]), 3, (2,)),
-        Wanted(hidden=(1,), draws=draws, accept=np.array([True, False]), decides=(True,)),
-        Wanted(NOTHING.logits, 0, accept=np.array([True, True]), unread=([8, 9],)),
+        Wanted(hidden=(1,), draws=draws, walks=(Walk(np.array([True, False]), True),)),
+        Wanted(NOTHING.logits, 0, walks=(Walk(np.array([True, True]), unread=[8, 9]),)),
     ]
     steps = [StepInput.of(text(at), [4] * 2, wanted=wanted) for at, wanted in enumerate(each)]
     found = joined(steps).wanted
     assert (found.scored, found.top_k, found.hidden, found.nothing) == ([1, 2, 3], 3, {1, 2}, False)
     assert found.draws is not None
     assert (found.draws.start, found.draws.temperature) == ([0, 7, 0], [0, 0.5, 0])
-    assert found.accept is not None
-    assert found.accept.tolist() == [False, False, True, False, True, True]
-    assert [*found.decides] == [False, True, False]
-    assert [*found.unread] == [None, None, [8, 9]]
+    assert found.walks[0].accept is None
+    assert [[*walk.accept] for walk in found.walks[1:] if walk.accept is not None] == [[True, False], [True, True]]
+    assert [walk.decides for walk in found.walks] == [False, True, False]
+    assert [walk.unread for walk in found.walks] == [None, None, [8, 9]]
+    assert [one.decides for one in (found, each[1], each[2])] == [True, True, False]
     assert joined(steps[2:]).wanted is each[2]
     assert joined([StepInput.of(text(at), [4], wanted=NOTHING) for at in range(2)]).wanted.nothing
     assert joined([StepInput.of(text(at), [4]) for at in range(2)]).wanted.logits is ALL.logits

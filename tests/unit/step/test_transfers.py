@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from drafters.kangaroo.drafter import Kangaroo, KangarooSession
+from drafters.shared import vocabulary
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.costs.curve import roofline
 from specdec.drafter import DeviceStep
@@ -28,11 +29,11 @@ from specdec.engine import sequence as sequence_module
 from specdec.engine.verification import decide, may_accept, verifying
 from specdec.errors import ConfigError, NumericalError
 from specdec.results import Step
-from specdec.sampling import processors
+from specdec.sampling import noise, processors
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.verify import match
 from specdec.step import device_copies, forward_passes
-from specdec.step.step_io import StepInput, Wanted
+from specdec.step.step_io import StepInput, Walk, Wanted
 from specdec.step.step_output import StepOutput
 from specdec.target import run_steps
 from tests import seam
@@ -100,6 +101,8 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
     masks = processors.forbidden
     monkeypatch.setattr(processors, "forbidden", forbidden)
     monkeypatch.setattr(device_copies, "is_apart", lambda device: True)
+    for reader in (vocabulary, noise):  # the native library reads no device's memory
+        monkeypatch.setattr(reader, "chances", lambda *_, **__: None)
     monkeypatch.setattr(device_copies, "copy_in", counted("in", device_copies.copy_in))
     monkeypatch.setattr(device_copies, "copy_out", counted("out", device_copies.copy_out))
     return mode
@@ -141,7 +144,7 @@ def test_one_copy_in_and_one_out(
         choices.append({"name": drafter, "parts": ["token_recycling", {"name": "union", "parts": [medusa]}]})
     # What drafters learn from one text they know in the next, so that each is made anew.
     # What rows cost is supposed and not measured, as a busy machine could have ``auto`` propose none.
-    costs = roofline("cpu")
+    costs = roofline()
     once, engines = ([Engine(target, None, options, max_rows=24, costs=costs) for options in choices] for _ in range(2))
     expected = [steps_of(engine, sampling, None) for engine in once]
     mode = request.getfixturevalue("transfers")
@@ -207,7 +210,7 @@ def test_one_copy_in_for_any_number_of_sequences(
             own.fill([at % 9] * (1 + at % 3), 3, again=False)
 
         def steps() -> list[StepInput]:
-            wanted = Wanted(unread=[[7]])
+            wanted = Wanted(walks=(Walk(unread=[7]),))
             return [own.rows(draft, wanted=wanted) for draft, own in zip(drafts, texts, strict=True)]
 
         alone = torch.cat([target.forward(step).out for step in steps()])
@@ -252,7 +255,7 @@ def test_one_copy_in_and_one_out_for_all_sequences(
     choices = [options for options in settings_of(drafter, target, tmp_path) if "draft_model" not in str(options)]
     samplings: Any = SAMPLINGS if sampling == "mixed" else [sampling]
     each = [samplings[at % len(samplings)] for at in range(count)]
-    engine = Engine(target, None, choices[0], max_rows=24, costs=roofline("cpu"))
+    engine = Engine(target, None, choices[0], max_rows=24, costs=roofline())
     expected = [engine.generate(prompt, 6, params).token_ids for prompt, params in zip(prompts, each, strict=True)]
     mode, step, counted = request.getfixturevalue("transfers"), decoding.step, []
 
@@ -318,7 +321,7 @@ def test_all_rows_at_once_are_the_rows_one_by_one(name: str, parents: list[int],
     assert sampler.takes_together
     assert not sampler.reads_drafts
     depths = [draft.depths[row] for row in rows]
-    wanted = Wanted(np.array(rows), unread=[()])
+    wanted = Wanted(np.array(rows), walks=(Walk(unread=()),))
     paths = seam.text(target_of("llama")).sent(draft, wanted=wanted).paths(torch.device("cpu"))
     found = sampler.together(logits, paths, None, depths)
     scores = StepOutput(logits.clone(), rows)
@@ -671,7 +674,8 @@ def test_the_device_walks_as_the_host_does(parents: list[int], data: st.DataObje
     accept, alone = may_accept(draft, sampler, walks=True)
     assert alone
     verdict, asked = match(draft, scores, sampler), None if rows is None else np.array(rows)
-    for wanted in (Wanted(asked, accept=accept, decides=(True,)), Wanted(asked, accept=accept)):
+    for decides in (True, False):
+        wanted = Wanted(asked, walks=(Walk(accept, decides),))
         sent = seam.text(target_of("llama")).sent(draft, wanted=wanted)
         assert sent.walk(scores.argmax_there).tolist() == [verdict.path[-1], len(verdict.path) - 1, verdict.tokens[-1]]
 
