@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-ROWS = (1, 2, 3, 4, 8, 16)
+ROWS = (1, 2, 3, 4, 6, 8, 16)
 PAGE = Path(__file__).parents[1] / "docs/speed.md"
 MARKS = "<!-- shares_table -->\n", "<!-- end of shares -->"
 AVX2 = "-march=x86-64-v3"
@@ -53,25 +53,27 @@ def measured(model: str, dtype: str, threads: int, length: int, seconds: float) 
     from specdec.costs.machine import processor
     from specdec.costs.measuring import measure
     from specdec.costs.shares import shares
+    from specdec.native import limits
     from specdec.native.library import arithmetic, library
 
     torch.set_num_threads(threads)
     target = Engine.from_pretrained(model, drafter="none", dtype=dtype, execution="native").target
     if (native := library()) is None:
         sys.exit("the native library is not there; `specdec info` says why")
+    reading = limits.measure((), threads).reading
     clock = CallClock(native.specdec_run_layers)
     native.specdec_run_layers = clock.timed
     curve = measure(target, rows=ROWS, lengths=(length,), seconds=seconds, clock=clock)
-    found = shares(curve, target)
+    found = shares(curve, target, reading=reading)
     if found is None:
         sys.exit(f"{model} has no limits here: no native layers run it")
     if max(found.of[0]) > 1:
         sys.exit(f"{model}, {arithmetic()}: {found.describe()}")
-    limits = found.limits
-    by = ", ".join(f"{limits.multiplying[one] / 1e9:.0f} ({one})" for one in found.multiplied)
+    best = found.limits
+    by = ", ".join(f"{best.multiplying[one] / 1e9:.0f} ({one})" for one in found.multiplied)
     times = [f"{time * 1e3:.1f} ms: {share:.2f}" for time, share in zip(curve.seconds[0], found.of[0], strict=True)]
     name = f"{Path(model).name}, {dtype}, {threads} thread{'s' * (threads > 1)}, after {length}"
-    return [processor(torch.device("cpu")), str(arithmetic()), name, f"{limits.reading / 1e9:.1f}", by, *times]
+    return [processor(torch.device("cpu")), str(arithmetic()), name, f"{best.reading / 1e9:.1f}", by, *times]
 
 
 def merged(page: str, rows: list[list[str]]) -> str:

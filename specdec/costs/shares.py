@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,12 +44,12 @@ class Shares:
         return text
 
 
-def shares(curve: CostCurve, target: Target) -> Shares | None:
+def shares(curve: CostCurve, target: Target, *, reading: float = 0.0) -> Shares | None:
     """Measure the limits and set a curve of this target against them; None where its runner has none.
 
     A forward's least time is that of its products, each of which reads a weight once and multiplies it with every row,
     plus that of attention, which does so with each layer's keys and values. Each takes as long as the slower of reading
-    and multiplying.
+    and multiplying. ``reading``, in bytes a second, was measured before the curve, and counts where it was faster.
     """
     executor, specs = target.executor, target.specs
     if not isinstance(executor, NativeExecutor) or (weights := executor.weights) is None:
@@ -60,6 +60,7 @@ def shares(curve: CostCurve, target: Target) -> Shares | None:
     attends = Arithmetic.of_attention(specs[0].key_dim, half=target.dtype == torch.bfloat16)
     multiplied = list(dict.fromkeys(one for _, one in products))
     limits = measure({*multiplied, attends}, torch.get_num_threads())
+    limits = replace(limits, reading=max(limits.reading, reading))
 
     def least(rows: int, length: int) -> float:
         seen = [length if spec.window is None else min(length, spec.window) for spec in specs]

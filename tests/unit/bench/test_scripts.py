@@ -404,14 +404,14 @@ def test_the_table_of_shares_keeps_the_rows_of_other_machines() -> None:
     script = load("shares_table")
     begin, end = script.MARKS
     page = f"before\n{begin}| processor |\n|---|\n{end}\nbehind\n"
-    numbers = ["10", "90", "1", "2", "3", "4", "5", "6"]
+    numbers = ["10", "90", "1", "2", "3", "4", "5", "6", "7"]
     for row in (["A", "x", "m", *numbers], ["B", "x", "m", *numbers], ["A", "x", "m", "11", *numbers[1:]]):
         page = script.merged(page, [row])
     before, titles, _, *rows, behind = page.replace(begin, "").replace(f"{end}\n", "").splitlines()
     assert (before, behind, len(rows)) == ("before", "behind", 2)
     assert rows[0].startswith("| A | x | m | 11 | 90 |")
     assert rows[1].startswith("| B | x | m | 10 | 90 |")
-    assert titles.count("|") == rows[0].count("|") == 12
+    assert titles.count("|") == rows[0].count("|") == 13
 
 
 def test_shares_are_of_the_library_s_call() -> None:

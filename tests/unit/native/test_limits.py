@@ -98,6 +98,11 @@ def test_a_share_is_the_least_time_over_the_time(
         for one in weights:
             least += max(one.nbytes / 1e9, 2 * one.inputs * one.outputs * rows * passes / speed)
         assert share == pytest.approx(least / seconds)
+    for reading, best in ((9e8, 1e9), (2e9, 2e9)):  # what was measured before counts where it was faster
+        again = shares(CURVE, target, reading=reading)
+        assert again is not None
+        assert again.limits.reading == best
+        assert (again.of == told.of) is (best == 1e9)
 
 
 def test_other_runners_have_no_limits() -> None:
