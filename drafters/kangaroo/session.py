@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from drafters.shared.calibration import Calibration
+from drafters.kangaroo.worth import Worth
 from drafters.shared.own_cache import Nodes, OwnCache
-from drafters.shared.ranks import Ranks
 from drafters.shared.vocabulary import DraftVocabulary, coupled, processed, top_k
-from specdec.costs.curve import pass_price
-from specdec.costs.prices import Prices
 from specdec.drafter import BatchedSession, Context, Observation
 from specdec.sampling.noise import Noise
 from specdec.step import device_copies
@@ -25,8 +22,31 @@ from specdec.target import forward_pass
 
 __all__ = ["KangarooSession"]
 
-_ACCEPTED, _GUESSES = 0.6, 4.0  # prior share of accepted guesses, and its weight in guesses
-_RIGHT, _PROMISED = 0.9, 8.0  # likeliest tokens that are right for one that is promised, and the promises it counts as
+
+@dataclass(slots=True)
+class _Growing:
+    """A round's draft so far.
+
+    Attributes:
+        tokens: those that the host knows; those that stay on a device are ``unread``.
+        nodes: the rows to guess behind, of one depth.
+        reached: for each of these the chance that all above it and itself are right.
+    """
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    unread: list[torch.Tensor] = field(default_factory=list)
+    q: dict[int, torch.Tensor] = field(default_factory=dict)
+    nodes: range = range(1)
+    reached: list[float] = field(default_factory=lambda: [1.0])
+
+    def add(self, above: Sequence[int]) -> None:
+        """Add rows, one depth deeper, by their parents; the first ones are ``reached``."""
+        first, depth = len(self.parents), self.depths[self.nodes[0]] + 1
+        self.parents += above
+        self.depths += [depth] * len(above)
+        self.nodes = range(first, first + len(self.reached))
 
 
 class KangarooSession(BatchedSession):
@@ -52,103 +72,100 @@ class KangarooSession(BatchedSession):
         self._stays = apart and drafter.eta is None
         self._wide = drafter.eta is None and not (apart or self._draws or self._reads_prefix)  # guess behind siblings
         self._ahead = apart and drafter.eta is not None and drafter.branch == 1  # else reads decide the rows
-        # In plain steps: a shallow pass of one row, a guess, and a step by its rows.
-        costs, length = context.costs, context.prompt_length
-        self._shallow_price, self._guess_price = (
-            pass_price(weights, context.target, costs, length)
-            for weights in (drafter.shallow_weights, drafter.guess_weights)
-        )
-        self._prices, self._length = Prices(costs), length
-        self._deep: float = 1 - drafter.exit_layer / context.target.num_layers
+        self._worth = Worth(drafter, context, wide=self._wide)
         # For each row that the adapter has run: the chance of its likeliest token, and the kept tokens, or their place.
         self._guessed: list[tuple[float, list[int] | slice]] = []
-        self._accepted = Calibration(_ACCEPTED * _GUESSES, _GUESSES)  # guesses, where all above was right
-        self._likeliest = Calibration(_RIGHT * _PROMISED, _PROMISED)
-        self._ranks = Ranks(min(drafter.branch, context.max_rows), _ACCEPTED, _GUESSES)  # of these guesses
 
     def passes(self, row_budget: int) -> Passes[Draft]:
         """One round: shallow pass, adapter, shallow pass, ... until gamma, the row budget, or a lack of confidence."""
-        drafter, context, drawn_from = self._drafter, self._context, None
+        drafter, context, worth = self._drafter, self._context, self._worth
         most = min(self._gamma, row_budget - 1, context.remaining - 1)
-        parents, depths = [-1], [0]
         self._own.begin()
         self._guessed = []
-        tokens: list[int] = [context.root]
         if most < 1:
-            self._draft = Draft(tokens, parents)
+            self._draft = Draft.root(context.root)
             return self._draft
         if self._reads_prefix:
             self._ids = torch.tensor([context.tokens], device=self._ids.device)
-        root: StepOutput = yield self._shallow(tokens, parents, depths)
-        features = [root.out]
-        unread: list[torch.Tensor] = [root.tokens] if self._stays else []
-        q: dict[int, torch.Tensor] = {}
-        nodes, reached, cost = range(1), [1.0], 0.0  # rows to guess behind, and the chances that all above is right
-        while nodes and depths[nodes[0]] < most and len(parents) < row_budget:
-            scores = self._scores((yield from self._guess(nodes, features[-1], parents)))
-            cost += self._guess_price * self._prices.step(self._length, len(nodes))
-            last, first, left = nodes[0], len(parents), min(drafter.branch, row_budget - len(parents))
-            listed = None if self._draws else self._listed(scores, depths[last])
-            if listed is None:
-                shares, places, drawn_from = (self._draw if self._draws else self._rank)(scores[0], depths[last])
-            chosen: Any  # tokens, or where they stay on the device a tensor of these
+        tree = _Growing([context.root])
+        root: StepOutput = yield self._shallow(tree.tokens, tree.parents, tree.depths)
+        features, cost = [root.out], 0.0
+        if self._stays:
+            tree.unread.append(root.tokens)
+        while tree.nodes and tree.depths[tree.nodes[0]] < most and len(tree.parents) < row_budget:
+            scores = self._scores((yield from self._guess(tree.nodes, features[-1], tree.parents)))
+            cost += worth.guess_price * worth.step(len(tree.nodes))
+            left = min(drafter.branch, row_budget - len(tree.parents))
+            chosen: Sequence[int] | torch.Tensor
             if self._stays:
-                count, reached = self._unread(reached[0], first, min(left, len(places)))
-                unread.append(drafter.vocabulary.tokens_at(places[:count].clamp(min=0)))
-                chosen, above = unread[-1], [last] * count
+                chosen, above, hidden = *self._chosen_there(tree, scores[0], left), None
             else:
-                if listed is None:
-                    # In one copy from the device; a number is exact in float64, too.
-                    read = device_copies.reading(torch.cat((places.double(), shares.double())))
-                    if self._ahead:
-                        ahead = drafter.vocabulary.tokens_at(places[:1].clamp(min=0))
-                        hidden = (yield self._shallow(ahead, [*parents, last], [*depths, depths[last] + 1])).out
-                    numbers_read = read()
-                    listed = [(numbers_read[: len(places)], numbers_read[len(places) :])]
-                guesses = [
-                    [(int(number), chance) for number, chance in zip(*one, strict=True) if chance > 0 and number >= 0]
-                    for one in listed
-                ]
-                if not guesses[0]:  # NaN, from very large weights
-                    break
-                if drafter.eta is None:
-                    above, numbers, reached = self._worth(nodes, reached, guesses, first, left)
-                else:
-                    numbers, reached = self._trusted(guesses[0], drawn_from, left)
-                    above = [last] * len(numbers)
-                chosen = [drafter.vocabulary.token(number) for number in numbers]
-                tokens += chosen
-                for node, guess in zip(nodes, guesses, strict=True):
-                    kept = [token for token, row in zip(chosen, above, strict=True) if row == node]
-                    # The likeliest one is judged, kept or not.
-                    judged = kept or [drafter.vocabulary.token(number) for number, _ in guess[:1]]
-                    self._guessed.append((guess[0][1] if guess else 0.0, judged))
+                chosen, above, hidden = yield from self._chosen_here(tree, scores, left)
             if not above:
                 break
-            if drawn_from is not None:
-                q[last] = drafter.vocabulary.spread(drawn_from, 0.0)
             if self._reads_prefix:
-                newest = unread[-1][:1] if self._stays else torch.tensor(chosen[:1], device=self._ids.device)
+                newest = chosen[:1] if isinstance(chosen, torch.Tensor) else torch.tensor(chosen[:1])
                 self._ids = torch.cat((self._ids, newest.to(self._ids.device)[None]), 1)
-            parents += above
-            depths += [depths[last] + 1] * len(above)
-            features.append(hidden if self._ahead else (yield self._shallow(chosen, parents, depths)).out)
-            nodes = range(first, first + len(reached))
-        cost += (len(features) - 1) * self._shallow_price
+            tree.add(above)
+            if hidden is None:
+                hidden = (yield self._shallow(chosen, tree.parents, tree.depths)).out
+            features.append(hidden)
+        hints = Hints(cost=cost + (len(features) - 1) * worth.shallow_price)
         entry = Entering(drafter.exit_layer, torch.cat(features))
-        there = torch.cat([own.to(self._ids.device) for own in unread]) if self._stays else None
-        known = () if self._stays else tokens
-        self._draft = Draft(known, parents, q=q, entry=entry, hints=Hints(cost=cost), on_device=there)
+        there = torch.cat([own.to(self._ids.device) for own in tree.unread]) if self._stays else None
+        known = () if self._stays else tree.tokens
+        self._draft = Draft(known, tree.parents, q=tree.q, entry=entry, hints=hints, on_device=there)
         return self._draft
 
-    def _unread(self, reached: float, rows: int, most: int) -> tuple[int, list[float]]:
-        """How many unread tokens of a guess are verified, and :meth:`_onward` of the first."""
-        chances = self._ranks.shares[:most]
-        hopes = self._hopes(reached, chances)
-        # With no token nothing would be learned; the row policy may still decide to draft nothing.
-        count = max(self._paying(hopes, rows), 1)
-        self._guessed.append((chances[0], slice(rows, rows + count)))
-        return count, self._onward(hopes[:1], rows + count)
+    def _chosen_there(self, tree: _Growing, scores: torch.Tensor, most: int) -> tuple[torch.Tensor, list[int]]:
+        """Choose among the tokens behind a row where they are, unread; the tokens, and each one's parent row."""
+        vocabulary, last, first = self._drafter.vocabulary, tree.nodes[0], len(tree.parents)
+        _, places, drawn_from = (self._draw if self._draws else self._rank)(scores, tree.depths[last])
+        count, tree.reached, chance = self._worth.unread(tree.reached[0], first, min(most, len(places)))
+        self._guessed.append((chance, slice(first, first + count)))
+        tree.unread.append(vocabulary.tokens_at(places[:count].clamp(min=0)))
+        if drawn_from is not None:
+            tree.q[last] = vocabulary.spread(drawn_from, 0.0)
+        return tree.unread[-1], [last] * count
+
+    def _chosen_here(
+        self, tree: _Growing, scores: torch.Tensor, most: int
+    ) -> Passes[tuple[list[int], list[int], torch.Tensor | None]]:
+        """As :meth:`_chosen_there`, reading all that are guessed; and the features that were computed meanwhile."""
+        drafter, vocabulary, nodes, drawn_from, hidden = self._drafter, self._drafter.vocabulary, tree.nodes, None, None
+        last, first = nodes[0], len(tree.parents)
+        listed = None if self._draws else self._listed(scores, tree.depths[last])
+        if listed is None:
+            shares, places, drawn_from = (self._draw if self._draws else self._rank)(scores[0], tree.depths[last])
+            # In one copy from the device; a number is exact in float64, too.
+            read = device_copies.reading(torch.cat((places.double(), shares.double())))
+            if self._ahead:
+                ahead = vocabulary.tokens_at(places[:1].clamp(min=0))
+                depths = [*tree.depths, tree.depths[last] + 1]
+                hidden = (yield self._shallow(ahead, [*tree.parents, last], depths)).out
+            numbers_read = read()
+            listed = [(numbers_read[: len(places)], numbers_read[len(places) :])]
+        guesses = [
+            [(int(number), chance) for number, chance in zip(*one, strict=True) if chance > 0 and number >= 0]
+            for one in listed
+        ]
+        if not guesses[0]:  # NaN, from very large weights
+            return [], [], None
+        if drafter.eta is None:
+            above, numbers, tree.reached = self._worth.chosen(nodes, tree.reached, guesses, first, most)
+        else:
+            numbers, tree.reached = self._trusted(guesses[0], drawn_from, most)
+            above = [last] * len(numbers)
+        chosen: list[int] = [vocabulary.token(number) for number in numbers]
+        tree.tokens += chosen
+        for node, guess in zip(nodes, guesses, strict=True):
+            kept = [token for token, row in zip(chosen, above, strict=True) if row == node]
+            # The likeliest one is judged, kept or not.
+            judged = kept or [vocabulary.token(number) for number, _ in guess[:1]]
+            self._guessed.append((guess[0][1] if guess else 0.0, judged))
+        if above and drawn_from is not None:
+            tree.q[last] = vocabulary.spread(drawn_from, 0.0)
+        return chosen, above, hidden
 
     def _trusted(
         self, guess: Sequence[tuple[int, float]], drawn_from: torch.Tensor | None, most: int
@@ -161,60 +178,6 @@ class KangarooSession(BatchedSession):
         if drawn_from is not None and count > 1:
             return self._alternatives(drawn_from, count), []
         return [number for number, _ in guess[:count]], []
-
-    def _worth(
-        self,
-        nodes: Sequence[int],
-        reached: Sequence[float],
-        guesses: Sequence[Sequence[tuple[int, float]]],
-        rows: int,
-        most: int,
-    ) -> tuple[list[int], list[int], list[float]]:
-        """The guesses behind some rows that pay, the likeliest to be reached first; a guess is a number and its chance.
-
-        Returns:
-            Per token its parent row and its number; and :meth:`_onward`.
-        """
-        candidates = [
-            (hope, node, number)
-            for node, reach, guess in zip(nodes, reached, guesses, strict=True)
-            for (number, _), hope in zip(guess, self._hopes(reach, [chance for _, chance in guess]), strict=True)
-        ]
-        if len(nodes) > 1:
-            candidates.sort(key=itemgetter(0), reverse=True)
-        hopes = [hope for hope, _, _ in candidates[:most]]
-        count = self._paying(hopes, rows)
-        onward = self._onward(hopes[: count if self._wide else min(count, 1)], rows + count)
-        return [node for _, node, _ in candidates[:count]], [number for _, _, number in candidates[:count]], onward
-
-    def _hopes(self, reached: float, chances: Sequence[float]) -> list[float]:
-        """Probabilities to reach tokens with these chances, calibrated by earlier guesses."""
-        sure = self._likeliest.share
-        return [reached * min(1.0, sure * chance) for chance in chances]
-
-    def _paying(self, hopes: Sequence[float], rows: int) -> int:
-        """The number of tokens, likeliest first, with the largest net gain; ``rows``: rows of the draft so far."""
-        # The first token pays for a shallow pass; the others pay only for a row in that pass.
-        return self._prices.keep(hopes, self._length, base=rows, least=self._pass_price(rows))
-
-    def _onward(self, hopes: Sequence[float], rows: int) -> list[float]:
-        """The hopes of the tokens behind which another guess pays.
-
-        The first token pays for adapter, head and a shallow pass; the others only for a row of each.
-        """
-        prices, length, accepted, onward = self._prices, self._length, self._accepted.share, list[float]()
-        drafting = self._guess_price + self._pass_price(rows)
-        for row, hope in enumerate(hopes, rows):
-            if guessed := len(onward):
-                drafting = self._guess_price * prices.added(length, guessed + 1, guessed)
-            if prices.gain(hope * accepted, length, row + 1, base=row, drafting=drafting) <= 0:
-                break
-            onward.append(hope)
-        return onward
-
-    def _pass_price(self, rows: int) -> float:
-        """What the first token behind ``rows`` others costs beside its row: a shallow pass, in which its row is."""
-        return self._shallow_price - (1 - self._deep) * self._prices.added(self._length, rows + 1, rows)
 
     def missed(self) -> None:
         self._own.miss()
@@ -234,9 +197,7 @@ class KangarooSession(BatchedSession):
                 break
             chance, guess = self._guessed[row]
             chosen = guess if isinstance(guess, list) else tokens[guess]
-            self._ranks.learn(chosen, token)
-            self._accepted.learn(1, token in chosen)
-            self._likeliest.learn(chance, chosen[:1] == [token])
+            self._worth.learn(chance, chosen, token)
         own.defer(features, seen.path[len(known) :])
         self._guessed = []
 
@@ -301,7 +262,7 @@ class KangarooSession(BatchedSession):
         q = torch.softmax(scores, -1, dtype=torch.float64)
         if self._stays:  # the device cannot test for an adapter's NaN without a wait
             q = q.nan_to_num(1 / len(q))
-        return (q.max()[None] + self._accepted.share) / 2, self._choice(q)[None], q
+        return (q.max()[None] + self._worth.accepted.share) / 2, self._choice(q)[None], q
 
     def _place(self, depth: int) -> int:
         """The position of a token that is guessed behind a row of this depth."""

@@ -182,7 +182,8 @@ def _split(query: torch.Tensor, rows: TextRows, layer: int, scale: float, softca
         first, last = whole
         return flash(query, keys[:, :, first:last], values[:, :, first:last], scale, causal=rows.rows > 1)
     parts: list[PartialAttention] = []
-    kernel = flash or (cpu_flash if query.device.type == "cpu" and softcap is None else plain_attention)
+    by_cpu_flash = query.device.type == "cpu" and softcap is None
+    kernel = flash or (cpu_flash if by_cpu_flash else plain_attention)
     for first, last in layout.prefix:
         parts.append(kernel(query, keys[:, :, first:last], values[:, :, first:last], scale, softcap=softcap))
     prior = merge(parts) if parts else None
@@ -192,7 +193,7 @@ def _split(query: torch.Tensor, rows: TextRows, layer: int, scale: float, softca
     else:
         keys, values = keys.index_select(2, layout.tail), values.index_select(2, layout.tail)
     mask = layout.mask
-    if query.device.type == "cpu" and softcap is None:
+    if by_cpu_flash:
         own = cpu_flash(query, keys, values, scale, mask, causal=layout.causal)
     else:
         if layout.causal:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 import torch
@@ -16,6 +15,9 @@ from specdec.serve.errors import ApiError
 from specdec.serve.stored import Stored, StoredResponses
 from tests.models import live
 from tests.serving import SECONDS, Running, serving
+
+if TYPE_CHECKING:
+    import anthropic  # where it is used: each worker would take two seconds for it
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -34,6 +36,8 @@ def client(running: Running) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def claude(running: Running) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=SECONDS) as client:
         yield client
 
@@ -186,6 +190,8 @@ def test_a_message_calls_tools(claude: anthropic.Anthropic) -> None:
 
 @pytest.mark.slow
 def test_errors_in_anthropic_s_form(tiny_engine: Engine, claude: anthropic.Anthropic) -> None:
+    import anthropic
+
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     content: Any = [{"type": "text", "text": "x"}, image]
     with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.1 is a part of type") as caught:

@@ -170,6 +170,9 @@ def test_drafts_are_those_of_the_folder(kind: str, layers: int, tmp_path: Path) 
             assert own_drafts == drafts
             assert own_text == text == plain
             assert max(len(tokens) for tokens, *_ in own_drafts) > 3
+    drawing = SamplingParams(temperature=1.0, seed=1, acceptance="reject")
+    drawn = [drafted(target, SHAPES[1], drawing) for target in targets]
+    assert drawn[0] == drawn[1]  # with children that are drawn, too
     given, alone = drafted(targets[0], {**SHAPES[0], "head": str(file)}), drafted(targets[0], SHAPES[0])
     assert given == alone  # a file's layers for a folder's model
 

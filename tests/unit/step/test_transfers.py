@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from drafters.kangaroo.drafter import Kangaroo, KangarooSession
+from drafters.kangaroo.drafter import Kangaroo
+from drafters.kangaroo.worth import Worth
 from drafters.shared import vocabulary
 from specdec import Context, Draft, DrafterBase, Engine, Observation, SamplingParams
 from specdec.costs.curve import roofline
@@ -502,8 +503,8 @@ def test_a_round_that_nothing_stops_stays_on_the_device(
     options = {"name": "kangaroo", "adapter": str(tmp_path), "branch": 1}
     text, drafted = steps_of(Engine(target, None, {**options, "eta": 0.0}, policy="off"), sampling, None)
     engine = Engine(target, None, options, policy="off")
-    patch.setattr(KangarooSession, "_paying", lambda own, hopes, rows: 1)
-    patch.setattr(KangarooSession, "_onward", lambda own, hopes, rows: [1.0])
+    patch.setattr(Worth, "_paying", lambda own, hopes, rows: 1)
+    patch.setattr(Worth, "_onward", lambda own, hopes, rows: [1.0])
     got, steps = steps_of(engine, sampling, request.getfixturevalue("transfers"))
     assert got == text
     assert [(step.tokens, step.rows) for step, _ in steps] == [(step.tokens, step.rows) for step in drafted]
