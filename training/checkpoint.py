@@ -18,7 +18,7 @@ from training.identity import comparable
 
 __all__ = ["load_checkpoint", "precision_of", "save_checkpoint", "state_of"]
 
-_NEW = ("drafter", "held_out", "told")  # what runs of older versions do not tell
+_NEW = ("drafter", "held_out", "sources")  # what runs of older versions do not tell
 
 
 def save_checkpoint(
@@ -94,15 +94,15 @@ def _check(path: Path, former: Mapping[str, Any], run: Mapping[str, Any]) -> Non
     """Raises ConfigError where a checkpoint is another run's; that it is another drafter's is said first."""
     remedy = "start the former command again to continue it, or choose another output folder"
     known = {name: value for name, value in run.items() if name in former or name not in _NEW}
-    for names in (known.keys() & {"drafter"}, {*former, *known} - {"told"}):
+    for names in (known.keys() & {"drafter"}, {*former, *known} - {"sources"}):
         before, now = ({name: own[name] for name in names if name in own} for own in (former, known))
         if _hashes(before) != _hashes(now):
-            check_same_run(path, former.get("told", {}), known.get("told", {}), remedy)
+            check_same_run(path, former.get("sources", {}), known.get("sources", {}), remedy)
         check_same_run(path, before, now, remedy)
 
 
 def _hashes(run: Mapping[str, Any]) -> list[Any]:
-    """The hashes of a run's texts and of its target, which follow from the options in ``told``."""
+    """The hashes of a run's texts and of its target, which follow from the options in ``sources``."""
     weights = [values["target"] for values in run.values() if isinstance(values, Mapping) and "target" in values]
     return [run.get("data"), run.get("held_out"), *weights]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-__all__ = ["comparable", "identity", "judging", "told_by_hashes"]
+__all__ = ["comparable", "identity", "judging", "sources"]
 
 _TEXTS = ("data", "eval_data", "text")
 _PLACES = ("model", *_TEXTS, "out", "features_folder")  # hashes identify these better
@@ -28,8 +28,8 @@ def identity(config: Any, weights: Mapping[str, Any], precision: str) -> dict[st
     return comparable({**options, **weights}, precision)
 
 
-def told_by_hashes(config: Any) -> dict[str, Any]:
-    """The options that ``identity`` leaves to hashes, by which a message names what differs where a hash does."""
+def sources(config: Any) -> dict[str, Any]:
+    """The options of the texts and the model, which ``identity`` leaves to hashes; messages name them."""
     return {name: value for name, value in asdict(config).items() if name in ("model", *_TEXTS)}
 
 

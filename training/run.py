@@ -32,7 +32,7 @@ from training.checkpoint import precision_of
 from training.choice import OPTIONS, Settle, keep_options
 from training.data import TextConfig, load_samples
 from training.features import FrozenTarget
-from training.identity import identity, judging, told_by_hashes
+from training.identity import identity, judging, sources
 from training.interrupt import Stop, stopping
 from training.judging import load_weights
 from training.log import read_log
@@ -302,7 +302,7 @@ def _run(
         )
     drafter, _, weights = option.partition(".")
     run = identity(config, {weights: asdict(module.config)}, accelerator.mixed_precision)
-    run |= {"drafter": drafter, "held_out": digest_of_samples(held), "told": told_by_hashes(config)}
+    run |= {"drafter": drafter, "held_out": digest_of_samples(held), "sources": sources(config)}
     told = {"run": run, "judging": judging(config), "stop": stop, "dry_run": dry_run}
     best = train(part, windows, config.loop, accelerator, out, **told)
     if main and not dry_run:

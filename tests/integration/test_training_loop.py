@@ -185,24 +185,25 @@ def test_another_run_is_not_continued(windows: Windows, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"told": {"model": "b", "text": {"length": 9}}}, None),  # other places of the same texts and model
-        ({"held_out": "y", "told": {"text": {"held_out_one_in": 9}}}, r"text\.held_out_one_in 50, this one has 9"),
-        ({"held_out": "y", "told": {"eval_data": ["z"]}}, r"eval_data \[\], this one has \['z'\]"),
+        ({"sources": {"model": "b", "text": {"length": 9}}}, None),  # other places of the same texts and model
+        ({"held_out": "y", "sources": {"text": {"held_out_one_in": 9}}}, r"text\.held_out_one_in 50, this one has 9"),
+        ({"held_out": "y", "sources": {"eval_data": ["z"]}}, r"eval_data \[\], this one has \['z'\]"),
         ({"held_out": "y"}, "held_out 'x', this one has 'y'"),  # a file's content
-        ({"heads": {"target": "q", "width": 7}, "told": {"model": "b"}}, "model 'a', this one has 'b'"),
+        ({"heads": {"target": "q", "width": 7}, "sources": {"model": "b"}}, "model 'a', this one has 'b'"),
     ],
 )
 def test_what_only_hashes_tell_is_named_by_its_option(
     windows: Windows, tmp_path: Path, change: dict[str, Any], said: str | None
 ) -> None:
-    told = {"model": "a", "data": ["d"], "eval_data": [], "text": {"length": 8, "held_out_one_in": 50}}
-    run = {"heads": {"target": "p", "width": 8}, "held_out": "x", "told": told}
+    places = {"model": "a", "data": ["d"], "eval_data": [], "text": {"length": 8, "held_out_one_in": 50}}
+    run = {"heads": {"target": "p", "width": 8}, "held_out": "x", "sources": places}
     config = replace(CONFIG, steps=1)
     train(Bigrams(), windows, config, new_accelerator(config), tmp_path, run=run)
-    texts = {**told, **change.get("told", {}), "text": {**told["text"], **change.get("told", {}).get("text", {})}}
+    other = change.get("sources", {})
+    texts = {**places, **other, "text": {**places["text"], **other.get("text", {})}}
     named = nullcontext() if said is None else pytest.raises(ConfigError, match=f"of a run with {said}; start")
     with named:
-        train(Bigrams(), windows, config, new_accelerator(config), tmp_path, run={**run, **change, "told": texts})
+        train(Bigrams(), windows, config, new_accelerator(config), tmp_path, run={**run, **change, "sources": texts})
 
 
 def test_another_drafters_run_is_named(windows: Windows, tmp_path: Path) -> None:
