@@ -302,6 +302,23 @@ def test_a_session_that_rests_is_neither_asked_nor_told() -> None:
         engine.fallback.noted.clear()
 
 
+def test_steps_with_a_piece_of_a_prompt_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, notes = list[int](), AtRandom.note
+
+    def note(own: AtRandom, sequences: int, drawn: bool, *, rows: int, **step: Any) -> None:
+        compared.append(rows)
+        notes(own, sequences, drawn, rows=rows, **step)
+
+    monkeypatch.setattr(AtRandom, "note", note)
+    target = target_of("llama")
+    engine = Engine(target, None, "prompt_lookup", costs=curve_of(row=0.1), max_rows=4, prefill_chunk=20)
+    engine.fallback = AtRandom()
+    most = list[int]()
+    monkeypatch.setattr(target, "forward", lambda step, run=target.forward: most.append(step.rows) or run(step))
+    engine.generate_batch([PROMPT, prompt_of(12, 3), prompt_of(90, 5)], 40, batch=2)
+    assert max(compared) <= 2 * 4 < 20 < max(most), "a piece and another text's rows"
+
+
 def test_rows_that_a_text_depends_on_are_there_whatever_time_they_take() -> None:
     target = target_of("llama")
     engine = Engine(target, None, "token_recycling", policy="acceptance", costs=curve_of(row=0.001))

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, SamplingParams
+from specdec import Context, Draft, Engine, SamplingParams
 from specdec.costs.live_curve import LiveCosts
 from specdec.engine import clocks, decoding
 from specdec.step.first_time import FirstTimes
 from tests import seam
+from tests.fakes import Reciter, Scripted
 from tests.launching import fused, launch
 from tests.models import new_model, prompt_of, settings_of
 from tests.tiers import each_once
@@ -68,6 +69,19 @@ def test_a_recording_of_ten_seconds_changes_no_decision(
     options = settings_of(drafter, target, tmp_path)[0]
     once, again = (decisions(monkeypatch, options, sampling, seconds, batch) for seconds in (0.0, 10.0))
     assert once == again
+
+
+def test_a_recording_within_a_draft_is_a_first_time_of_its_step() -> None:
+    kinds = [False, True, False]
+
+    def draft(context: Context, row_budget: int) -> Draft:
+        if kinds and kinds.pop():
+            with FirstTimes.during():
+                pass
+        return Draft.root(context.root)
+
+    steps = Engine(Reciter(len), None, Scripted(draft)).generate([1, 2], 5).steps
+    assert [step.first_time for step in steps] == [False, True, False, False, False]
 
 
 WARMED = ("none", "eagle", "dflash", "lookahead", "token_recycling", "medusa", "kangaroo", "draft_model", "auto")

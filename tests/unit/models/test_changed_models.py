@@ -274,6 +274,14 @@ def test_what_changes_no_text_is_let_pass(tmp_path: Path) -> None:
         assert (out.token_ids, out.stats.reused_tokens) == (expected, 20)
 
 
+def test_a_model_that_was_asked_for_hidden_states_is_copied() -> None:
+    """transformers leaves hooks in it, which only look."""
+    model = model_of()
+    model(torch.tensor([PROMPT]), output_hidden_states=True, output_attentions=True)
+    expected = Engine(TransformersTarget(model)).generate(PROMPT, 9).token_ids
+    assert Engine.from_model(model).generate(PROMPT, 9).token_ids == expected
+
+
 def put_back(linear: Any) -> None:
     """Another weight, and again the one of before."""
     weight = linear.weight

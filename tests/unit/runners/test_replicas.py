@@ -290,6 +290,13 @@ def test_a_replica_is_in_eval_mode_and_has_the_weights() -> None:
     assert all(own is model.get_parameter(name) for name, own in replica.named_parameters())
 
 
+def test_a_forward_of_a_module_s_own_runs_the_replica() -> None:
+    module = nn.Dropout(0.5).train()
+    module.forward = module.forward  # bound to the module, as accelerate's are
+    ones = torch.ones(99)
+    assert torch.equal(Replicas(module).root(ones), ones)
+
+
 def test_a_module_that_hangs_in_two_places_has_one_replica() -> None:
     shared = nn.Linear(3, 3)
     both = nn.ModuleDict({"first": shared, "second": nn.Sequential(shared)})

@@ -109,6 +109,8 @@ FOLLOWED: list[tuple[Any, list[Any], list[Any]]] = [
     (in_a({"type": "string", "pattern": r"^[\s\S]\W.$"}), [{"a": "a-b"}], [{"a": "aéb"}, {"a": "a-\r"}]),
     (in_a({"type": "string", "pattern": "^[[&&]$"}), [{"a": "["}, {"a": "&"}], [{"a": "a"}]),
     (in_a({"type": "integer", "maximum": 2**63 - 1}), [{"a": 2**53}], [{"a": 2**63}]),
+    (in_a({"type": "integer", "maximum": 2**53 + 3}), [{"a": 2**53 + 2}], [{"a": 2**53 + 4}]),
+    (in_a({"type": "integer", "minimum": -(2**53) - 3}), [{"a": -(2**53) - 2}], [{"a": -(2**53) - 4}]),
     (in_a({"type": "integer", "maximum": 2**64 - 1, "minimum": 0}), [{"a": 2**53}], [{"a": 2**64}, {"a": -1}]),
     ({"type": "object", "required": ["a"], "additionalProperties": {"type": "integer"}}, [{"a": 1}], [{}, {"a": "x"}]),
     ({"type": "object", "properties": {"$ref": {"type": "string"}}}, [{"$ref": "#/x"}], [{"$ref": 1}]),

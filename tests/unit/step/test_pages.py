@@ -123,7 +123,7 @@ def test_memory_follows_the_texts() -> None:
             cache.reserve(start + 10)
     assert long.both[0].nbytes == 6 * pools[FULL].page_bytes + 2 * pools[SLIDING].page_bytes  # of 89 positions
     assert short.both[0].nbytes == pools[FULL].page_bytes + pools[SLIDING].page_bytes
-    assert (pools[FULL].used, pools[FULL].pages) == (7, 16)
+    assert (pools[FULL].used, pools[FULL].pages, pools[SLIDING].used) == (7, 16, 3)
     assert long.both[0].nbytes <= KVCache.most_page_bytes(SPECS, capacity=350, rows=ROWS, drafted=0)
     del long, cache
     assert pools[FULL].used == 1
