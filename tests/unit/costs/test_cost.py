@@ -106,6 +106,13 @@ def test_trees_are_as_large_as_rows_are_cheap() -> None:
     assert (sizes[0], sizes[-1]) == (1, 64)
 
 
+def test_a_curve_is_of_the_library_that_ran() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring_module, "digest_of_library", lambda: "another")
+        other = describe(target(), runner="native")
+    assert other != describe(target(), runner="native")
+
+
 class Clock:
     """Every look takes ``tick`` seconds, a forward (two looks) therefore as long."""
 

@@ -15,7 +15,7 @@ from specdec.runners.visibility import bucket
 from specdec.step import device_copies
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.joining import joined
-from specdec.step.step_io import StepInput, Walk, Wanted
+from specdec.step.step_io import Draws, StepInput, Walk, Wanted
 from tests import seam
 
 CPU = torch.device("cpu")
@@ -29,7 +29,8 @@ def steps_of(trees: Sequence[Sequence[int]], *, again: bool = True, late: Sequen
         cache = KVCache([LayerSpec(1, 4, 4, None, CPU, torch.float32)] * 2, capacity=60, rows=16)
         cache.length = 3 * number
         tokens = [10 * number + row for row in range(len(parents))]
-        wanted = Wanted(walks=[Walk(unread=range(number + 1))] if number % 2 else ())
+        draws = Draws([7 + number], [0.5 + number]) if number else None
+        wanted = Wanted(draws=draws, walks=[Walk(unread=range(number + 1))] if number % 2 else ())
         draft = Draft((), parents, on_device=torch.tensor(tokens)) if number in late else Draft(tokens, parents)
         steps.append(seam.Text(cache).rows(draft, again=again, wanted=wanted))
     return steps
