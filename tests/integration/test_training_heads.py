@@ -140,6 +140,12 @@ def test_chains_end_where_nothing_is_trained() -> None:
     assert found == [([0, 1, 3], [1, 2, 4]), ([0], [2]), ([], [])]
 
 
+def test_chains_end_with_their_text() -> None:
+    batch = replace(batch_of_pieces(), targets=torch.arange(8))
+    found = [(kept.tolist(), places.tolist()) for kept, places in followed(batch, 3)]
+    assert found == [([0, 1, 2, 3, 5, 6], [1, 2, 3, 4, 6, 7]), ([0, 1, 2, 5], [2, 3, 4, 7]), ([0, 1], [3, 4])]
+
+
 def test_blocks_begin_anywhere_and_end_where_nothing_is_trained() -> None:
     anchors, places = anchors_of(batch_of_pieces(), 9, 3, 0)
     assert anchors.tolist() == [0, 1, 2, 5, 6]
