@@ -20,6 +20,7 @@ from specdec.execute.cuda_kernels import kernels_for
 from specdec.execute.cuda_layers import CudaLayers
 from specdec.execute.cuda_rope import PlacedTables
 from specdec.execute.torch import TorchExecutor
+from specdec.execute.weights import DecoderWeights
 from specdec.runners.cuts import ChosenCuts, Weight, any_rows
 from specdec.runners.graphs import LOGITS, PICKED, CudaRecorder, Outcome, StepGraphs
 from specdec.runners.recording import Recording
@@ -66,6 +67,12 @@ class CudaExecutor(TorchExecutor):
         self._launched: set[tuple[int, bool, str]] = set()  # kinds of rows that were launched kernel by kernel
         self._pools = dict[tuple[LayerSpec, int], PagePool]()
         self.pools = self._pools.values()
+
+    def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
+        return DecoderWeights(checkpoint, self.dtype, self.device)
+
+    def measure_rows(self) -> None:
+        """Whether a row's results depend on others is known of the kernels."""
 
     # -- A forward -----------------------------------------------------------------------------------------------------
 

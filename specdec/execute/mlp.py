@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from specdec.decoder.spec import Activation, Clamp, Experts, Sigmoid
+from specdec.execute.activations import ACTIVATIONS, sigmoid
 from specdec.runners.linear import LinearKernel
 
 __all__ = ["ExpertWeights", "GatedWeights", "PlainWeights", "between", "by_experts"]
-
-_ACTS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,9 +53,9 @@ class ExpertWeights:
 def between(act: Activation, weights: GatedWeights | PlainWeights, normed: torch.Tensor) -> torch.Tensor:
     """[T, I] what is between gate and up, and down."""
     if isinstance(weights, PlainWeights):
-        return _ACTS[act](weights.up(normed))
+        return ACTIVATIONS[act](weights.up(normed))
     gate, up = weights.gate_up(normed).chunk(2, -1)
-    mixed = _ACTS[act](gate)
+    mixed = ACTIVATIONS[act](gate)
     return mixed * up if mixed.requires_grad else mixed.mul_(up)
 
 
@@ -71,7 +63,7 @@ def _clamped(own: Clamp, weights: GatedWeights, normed: torch.Tensor) -> torch.T
     """[T, I] the same of experts whose gate and up are between bounds."""
     gate, up = weights.gate_up(normed).chunk(2, -1)
     gate, up = gate.clamp(max=own.limit), up.clamp(-own.limit, own.limit)
-    return gate * torch.sigmoid(gate * own.gain) * (up + 1)
+    return gate * sigmoid(gate * own.gain) * (up + 1)
 
 
 def by_experts(spec: Experts, weights: Any, normed: torch.Tensor) -> torch.Tensor:
@@ -101,14 +93,14 @@ def _shared(spec: Experts, weights: ExpertWeights, normed: torch.Tensor) -> torc
     """[T, D] what the expert that each row has gives."""
     assert weights.shared is not None
     found = weights.shared.down(between(spec.act, weights.shared, normed))
-    return found if weights.shared_gate is None else torch.sigmoid(weights.shared_gate(normed)) * found
+    return found if weights.shared_gate is None else sigmoid(weights.shared_gate(normed)) * found
 
 
 def _by_sigmoids(
     own: Sigmoid, count: int, weights: ExpertWeights, normed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, count] sigmoids of the experts that are chosen, and their numbers."""
-    found = weights.router(normed.to(torch.promote_types(normed.dtype, torch.float32))).sigmoid()
+    found = sigmoid(weights.router(normed.to(torch.promote_types(normed.dtype, torch.float32))))
     assert weights.bias is not None
     ranked = found + weights.bias
     if own.best < own.groups:

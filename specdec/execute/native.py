@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import addressof, c_float, c_int64, c_uint8, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.native_layers import NativeLayers, Turns
 from specdec.execute.torch import TorchExecutor
 from specdec.execute.weights import DecoderWeights
-from specdec.native.invariance import layer_varies, products_vary
 from specdec.native.library import check_done, library
 from specdec.native.scores import Stored
 from specdec.native.types import CHead, CRows
@@ -36,8 +35,6 @@ from specdec.step.torch_switches import HOST
 
 __all__ = ["NativeExecutor", "NativeHead", "run_layers", "told_rows"]
 
-_CHAINS = 4  # so that where results are rounded to bfloat16, some of them differ in what is left
-_INT = 4  # bytes of a row's parent, and of its depth
 _NO_HEAD = (None, None, None, 0, None, None, 0, None, None, None, None, None)
 
 
@@ -59,7 +56,7 @@ class NativeExecutor(TorchExecutor):
         table = held.embedding if spec.embedding.scale == 1.0 else None
         self._table = addressof(table.described) if isinstance(table, PackedWeight) else None
         self._turns = Turns(self._ropes, spec.ropes)
-        self.varies, self.experts = products_vary(), self._native.experts
+        self.experts = self._native.experts
 
     @property
     def weights(self) -> list[PackedWeight] | None:
@@ -67,22 +64,8 @@ class NativeExecutor(TorchExecutor):
         head: Any = self._weights.head
         return [*self._native.products, head] if self.experts is None else None
 
-    def measure_rows(self) -> None:
-        if self.varies is None:
-            self.varies = layer_varies(self._chain)
-
-    def _chain(self, counts: Sequence[int]) -> torch.Tensor:
-        """[N, D] random rows of several chains through the last layer, in forwards of these numbers of rows."""
-        last, total, found = len(self.spec.layers) - 1, sum(counts), []
-        for seed in range(_CHAINS):
-            generator = torch.Generator().manual_seed(seed)
-            hidden = torch.randn(total, self.spec.hidden, generator=generator).to(self.dtype)
-            cache = self.new_cache(capacity=total, rows=total)
-            for part in torch.split(hidden, [*counts]):
-                rows = told_rows(StepInput.of(cache, [0] * len(part)), self._turns)
-                found.append(run_layers(self._native, rows, part, last, last + 1)[0])
-                cache.commit(range(len(part)))
-        return torch.cat(found)
+    def _through_one(self, hidden: torch.Tensor, step: StepInput, number: int) -> torch.Tensor:
+        return run_layers(self._native, told_rows(step, self._turns), hidden, number, number + 1)[0]
 
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
         return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight, int8=self._int8)
@@ -262,19 +245,12 @@ def run_layers(
 
 def told_rows(step: StepInput, turns: Turns) -> tuple[CRows, Any]:
     """The rows as the library reads them, and what has to be kept until it has done so."""
-    parents, depths = step.parents.__array_interface__["data"][0], step.depths.__array_interface__["data"][0]
-    keys, described, tree, starts = 0, list[int](), step.tree, step.starts
-    for number, text in enumerate(step.texts):
-        begin, length, rows = tree[number], step.lengths[number], starts[number + 1] - starts[number]
-        size, above = tree[number + 1] - begin, _INT * begin
-        keys = keys if keys > length + size else length + size
-        listed = text.listed or text.list_slots()
-        described += (length, size - rows, rows, parents + above, depths + above, listed)
-    blocks = (c_int64 * len(described))(*described)  # six numbers describe a sequence in types.h
+    numbers, most = step.blocks()
+    blocks = (c_int64 * len(numbers))(*numbers)
     known, cos_sin = turns.known
     if known < step.end:
         cos_sin = turns.reach(step.end)
-    told = CRows(step.rows, len(step.texts), keys, addressof(blocks), addressof(cos_sin))
+    told = CRows(step.rows, len(step.texts), most, addressof(blocks), addressof(cos_sin))
     parts = None
     if step.plan.parts:
         parts = (c_uint8 * len(step.plan.parts))(*step.plan.parts)

@@ -18,8 +18,10 @@ from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.layer import layer, layer_around
 from specdec.execute.short_conv import gated_conv
 from specdec.execute.weights import DecoderWeights, Kernel, bias_of, look_up, rows_of
+from specdec.native.invariance import layer_varies, products_vary
 from specdec.runners.attention import attend, describe_backend
 from specdec.runners.linear import DenseLinear, HeadOf, PackedWeight, linear_kernel
+from specdec.runners.native_attention import computes
 from specdec.runners.recording import Recording
 from specdec.runners.rows import Rows
 from specdec.runners.sent_rows import rows_on
@@ -33,6 +35,8 @@ from specdec.step.step_output import StepOutput
 
 __all__ = ["TorchExecutor", "stored_and_attended"]
 
+_CHAINS = 4  # so that where results are rounded to bfloat16, some of them differ in what is left
+
 
 class TorchExecutor:
     """Runs forwards of a decoder.
@@ -45,7 +49,7 @@ class TorchExecutor:
     Attributes:
         spec: what the decoder is.
         specs: what each layer caches.
-        varies: why a row's results depend on other rows in the forward.
+        varies: why a row's results depend on other rows in the forward; None if they do not.
         experts: how many experts a row reads, as text; None for a decoder without experts, or in torch.
         pages: whether caches are in pages.
         pools: the pages of all texts.
@@ -53,7 +57,6 @@ class TorchExecutor:
     """
 
     name = "fused"
-    varies: str | None = "torch's products and attention sum in another order for other numbers of rows"
     experts: str | None = None
     pages = False
     pools: Collection[PagePool] = ()
@@ -70,6 +73,7 @@ class TorchExecutor:
         self._kinds = [ropes.index(own.rope) if isinstance(own, Attention) else -1 for own in mixers]
         self._scale = torch.tensor(self.spec.embedding.scale, dtype=dtype, device=device)
         self.specs = [*map(self._cached, mixers)]
+        self.varies = self._why_varying()
 
     @property
     def packed_head(self) -> PackedWeight | None:
@@ -87,7 +91,37 @@ class TorchExecutor:
         return self._weights.kernels()
 
     def measure_rows(self) -> None:
-        """Run a layer in forwards of several sizes, where ``varies`` depends on that."""
+        """Run a layer of each kind in forwards of several sizes, where ``varies`` depends on that."""
+        kinds = {(type(own.mixer), type(own.mlp)): number for number, own in enumerate(self._layers)}
+        for number in kinds.values():
+            self.varies = self.varies or layer_varies(partial(self._chains, number))
+
+    def _chains(self, number: int, counts: Sequence[int]) -> torch.Tensor:
+        """[N, D] random rows of several chains through a layer, in forwards of these numbers of rows."""
+        total, found = sum(counts), []
+        for seed in range(_CHAINS):
+            generator = torch.Generator().manual_seed(seed)
+            hidden = torch.randn(total, self.spec.hidden, generator=generator).to(self.dtype)
+            cache = self.new_cache(capacity=total, rows=total)
+            for part in torch.split(hidden, [*counts]):
+                found.append(self._through_one(part, StepInput.of(cache, [0] * len(part)), number))
+                cache.commit(range(len(part)))
+        return torch.cat(found)
+
+    def _through_one(self, hidden: torch.Tensor, step: StepInput, number: int) -> torch.Tensor:
+        """[T, D] rows through a layer."""
+        return self._through(hidden, rows_on(self.device, step, self.backend), number, number + 1, ())[0]
+
+    def _why_varying(self) -> str | None:
+        """Why a row's results depend on other rows, as far as it is known before a layer runs."""
+        if isinstance(self._weights.head, DenseLinear):
+            return "torch's products and attention sum in another order for other numbers of rows"
+        sizes = {(own.key_dim, own.value_dim) for own in map(self._cached, self.spec.attentions)}
+        by_torch = [size for size in sizes if not computes(self.device, self.dtype, *size)]
+        if by_torch or self.backend != "auto":
+            which = f"which computes heads of {by_torch[0][0]}" if by_torch else "which was asked for"
+            return f"torch's attention, {which}, sums in another order for other numbers of rows"
+        return products_vary()
 
     def attention(self) -> str:
         """Which kernels compute it."""
@@ -113,7 +147,8 @@ class TorchExecutor:
         return LayerSpec(1, self.spec.hidden, 0, own.width, self.device, self.dtype)
 
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
-        return DecoderWeights(checkpoint, self.dtype, self.device)
+        packs = PackedWeight.takes(torch.empty(0, dtype=self.dtype, device=self.device))
+        return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight if packs else DenseLinear)
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""

@@ -133,7 +133,7 @@ class LayersWeights:
             router, bias = self.read_product(place), None
         else:
             full = torch.promote_types(self._dtype, torch.float32)
-            router = DenseLinear(self._alone(place).to(full))
+            router = self._kernel(self._alone(place).to(full), None)
             bias = self._checkpoint.read(place._replace(kind=CHOICE)).to(self._device, full)
         each = self._experts(number)
         shared = self._gated("shared", number) if own.shared else None

@@ -37,9 +37,9 @@ static int64_t spanned(const int32_t *span, int32_t *slots) {
     return count;
 }
 
-/* Softmax of scores in place, padded with zeros to a whole block. */
-static void soften(float *scores, int64_t count) {
-    floats most = spread(-INFINITY), sum = {0};
+/* Softmax of scores in place, padded with zeros to a whole block. `sink`: one more score, of no key, or NULL. */
+static void soften(float *scores, int64_t count, const float *sink) {
+    floats most = spread(sink ? *sink : -INFINITY), sum = {0};
     for (int64_t rest = count; rest % LANES; rest++) scores[rest] = -INFINITY;
     for (int64_t s = 0; s < count; s += LANES) most = larger(load(scores, s, 0), most);
     most = largest(most);
@@ -48,7 +48,7 @@ static void soften(float *scores, int64_t count) {
         *(floats *)(scores + s) = e;
         sum += e;
     }
-    float by = 1.f / total(sum);
+    const float all = sink ? total(sum) + exponential(spread(*sink) - most)[0] : total(sum), by = 1.f / all;
     for (int64_t s = 0; s < count; s += LANES) *(floats *)(scores + s) *= by;
 }
 
@@ -63,6 +63,7 @@ typedef struct {
     int64_t rows, heads, dim, room, query_stride, output_stride, count[2 * TOGETHER];
     int64_t chain; /* the rows are a chain: each row's slots begin those of the last row */
     float cap;
+    const float *sinks; /* [heads] or NULL */
     enum Kind kind; /* FULL: float32; HALF: keys and values in bfloat16; PAIRS: queries and weights too */
 } Seen;
 
@@ -264,7 +265,7 @@ static void attend(const Seen *a) {
     for (int64_t r = 0; r < a->rows; r++) {
         for (int64_t h = 0; h < a->heads; h++) {
             float *own = a->scores + (r * a->heads + h) * a->room;
-            soften(own, a->count[r]);
+            soften(own, a->count[r], a->sinks ? a->sinks + h : NULL);
             if (a->kind == PAIRS) narrow_all(own, own, (a->count[r] + LANES - 1) / LANES * LANES);
         }
         memset(a->output + r * a->output_stride, 0, a->heads * a->dim * sizeof(float));

@@ -51,15 +51,14 @@ INLINE int64_t share(int64_t work, int64_t each, int64_t items) {
     return work < 0 ? 0 : work / each < items ? work / each : items;
 }
 
-/* Stores the rows' keys and values of layer n, then attends: qkv [rows, stride] to
- * mixed [rows, apart_by(query_heads * head_dim)]. Rows that attend together are of one block and share its keys. */
-static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride,
-                      float *mixed, float *scratch, const Team *team) {
+/* Attention over the slots of layer n, which hold the rows' keys and values: of queries, scaled and of the kind that is
+ * multiplied, in qkv [rows, stride], to mixed [rows, apart_by(query_heads * head_dim)]. Rows that attend together are of
+ * one block and share its keys. `sinks`: [query_heads] or NULL. */
+static void attend_rows(const Shape *m, const Rows *all, int64_t n, const float *qkv, int64_t stride, float cap,
+                        const float *sinks, float *mixed, float *scratch, const Team *team) {
     const int64_t dim = m->head_dim, group = m->query_heads / m->key_heads, size = m->half ? 2 : 4;
     const enum Kind kind = attends_in_pairs(m) ? PAIRS : m->half ? HALF : FULL;
     const int64_t mixed_stride = apart_by(m->query_heads * dim);
-    store_rows(m, l, all, n, qkv, stride, team);
-    meet(team);
     const int64_t room = room_for(all->keys), most = together(m);
     const int64_t pieces = all->rows == 1 ? group : 1, heads = group / pieces; /* heads of a piece; one row is split */
     int64_t work = 0; /* the number of keys that all items read */
@@ -88,7 +87,8 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
                          .output = mixed + (from + r) * mixed_stride + head * dim,
                          .scores = scores, .slots = slots, .dim = dim, .heads = heads, .room = room,
                          .rows = count, .query_stride = stride,
-                         .output_stride = mixed_stride, .cap = l->cap, .kind = kind};
+                         .output_stride = mixed_stride, .cap = cap,
+                         .sinks = sinks ? sinks + head : NULL, .kind = kind};
             const int32_t *spans = all->spans ? all->spans + 2 * (n * all->rows + from + r) : NULL;
             for (int64_t i = 0; spans && i < seen.rows; i++) seen.count[i] = spanned(spans + 2 * i, slots + i * room);
             if (attends_in_tiles(m)) {
@@ -115,6 +115,16 @@ static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n
     }
     if (attends_in_tiles(m)) release_tiles();
     meet(team);
+}
+
+/* Stores the rows' keys and values of layer n, then attends: qkv [rows, stride] to
+ * mixed [rows, apart_by(query_heads * head_dim)]. */
+static void attention(const Shape *m, const Layer *l, const Rows *all, int64_t n, float *qkv, int64_t stride,
+                      float *mixed, float *scratch, const Team *team) {
+    const int64_t mixed_stride = apart_by(m->query_heads * m->head_dim);
+    store_rows(m, l, all, n, qkv, stride, team);
+    meet(team);
+    attend_rows(m, all, n, qkv, stride, l->cap, NULL, mixed, scratch, team);
     if (!reads_rounded(&l->out)) return;
     SHARED(row, all->rows) ready(&l->out, mixed + row * mixed_stride);
     meet(team);

@@ -183,7 +183,7 @@ apart:
                     a->count[r], a->count[r], beside);
     for (int64_t unit = 0; unit < units; unit++) {
         float *own = a->scores + unit * a->room;
-        soften(own, a->count[unit / a->heads]);
+        soften(own, a->count[unit / a->heads], a->sinks ? a->sinks + unit % a->heads : NULL);
         const int64_t ready = (a->count[unit / a->heads] + LANES - 1) / LANES * LANES;
         narrow_all(own, own, ready);
         memset((uint16_t *)own + ready, 0, (whole - ready) * sizeof(uint16_t));

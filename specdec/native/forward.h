@@ -159,3 +159,27 @@ int specdec_product(const Product *p, const void *x, const void *onto, void *y, 
     give_scratch(scratch);
     return 0;
 }
+
+/* Attention of queries [rows, query_heads, head_dim] over the slots of layer n, which hold the rows' keys and values, to
+ * out of the same shape; in bfloat16 or float32. `sinks`: one more score for each query head, of no key, or NULL.
+ * Returns 0, or 1 without memory. */
+int specdec_attend(const Shape *m, const Rows *all, int64_t n, const void *queries, float scale, float cap,
+                   const float *sinks, void *out, int threads) {
+    const int64_t rows = all->rows, size = m->query_heads * m->head_dim, apart = apart_by(size);
+    float *scratch = take_scratch(2 * rows * apart + room_for_attention(m, all->keys) * threads);
+    if (!scratch) return 1;
+    float *own = scratch + rows * apart, *rest = own + rows * apart;
+    AS_TEAM {
+        SHARED(r, rows) {
+            float *row = own + r * apart;
+            widen_all(row_of(queries, r, size, m->half), row, size, m->half);
+            for (int64_t i = 0; i < size; i++) row[i] *= scale;
+            if (attends_in_pairs(m)) narrow_all(row, row, size);
+        }
+        meet(team);
+        attend_rows(m, all, n, own, apart, cap, sinks, scratch, rest, team);
+        SHARED(r, rows) store(out, r * size, scratch + r * apart, size, m->half);
+    }
+    give_scratch(scratch);
+    return 0;
+}

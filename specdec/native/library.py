@@ -271,6 +271,7 @@ def _load(path: Path) -> Any:
             getattr(loaded, name).argtypes = arguments
         for allocating in (
             loaded.specdec_product,
+            loaded.specdec_attend,
             loaded.specdec_guess,
             loaded.specdec_chances,
             loaded.specdec_run_chain,

@@ -203,6 +203,9 @@ FUNCTIONS: dict[str, list[Any]] = {
         POINTER(CHead), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p,
         c_void_p, c_void_p, c_void_p, c_int,
     ],
+    "specdec_attend": [
+        POINTER(CShape), POINTER(CRows), c_int64, c_void_p, c_float, c_float, c_void_p, c_void_p, c_int,
+    ],
     "specdec_route": [POINTER(CExperts), c_void_p, c_int64, c_void_p],
     "specdec_product": [POINTER(CProduct), c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
     "specdec_guess": [POINTER(CHeads), c_void_p, c_void_p, c_int64, c_void_p, c_int, c_int],

@@ -34,6 +34,7 @@ from specdec.runners.attention_kernels import (
     plain_attention,
     torch_flash,
 )
+from specdec.runners.native_attention import attended, c_rows, computes
 from specdec.runners.rows import Rows, TextRows
 from specdec.runners.visibility import Layout
 from specdec.step.cache import LayerSpec
@@ -68,7 +69,8 @@ def describe_backend(name: str, specs: Sequence[LayerSpec], softcap: float | Non
     """Which kernels a backend means for a model whose layers cache this, in words."""
     spec = specs[0]
     if spec.device.type != "cuda":
-        return name
+        native = name == "auto" and all(computes(own.device, own.dtype, own.key_dim, own.value_dim) for own in specs)
+        return f"{name} (the native library's)" if native else name
     flash = softcap is None and _flash_takes(spec.device, spec.dtype, spec.key_dim, spec.value_dim)
     prefix = {"auto": "torch's flash kernel", "flash": "flash-attn"}[name] if flash else "plain products"
     return f"{name} (text so far: {prefix}, tree: plain products)"
@@ -84,14 +86,26 @@ def attend(
 ) -> torch.Tensor:
     """Attention of the rows, ``query`` [1, Hq, T, D], over the slots that each row sees: [1, Hq, T, Dv].
 
+    Rows of one text alone, ``TextRows``, are for torch's kernels.
+
     ``sinks``: [Hq] one more score of each head, of no key, whose share adds nothing.
     """
     if isinstance(rows, TextRows):
         return _attend(query, rows, layer, scale, softcap, sinks)
+    if _by_library(query, rows, layer):
+        return attended(query, rows.c_rows, layer, scale, softcap, sinks)
     if rows.alone:
         return _attend(query, rows.parts[0], layer, scale, softcap, sinks)
     every = [_attend(query[:, :, one.begins : one.ends], one, layer, scale, softcap, sinks) for one in rows.parts]
     return torch.cat(every, 2)
+
+
+def _by_library(query: torch.Tensor, rows: Rows, layer: int) -> bool:
+    """Whether the native library attends, which torch's kernels were not asked for in place of."""
+    if query.is_cuda or rows.backend != "auto":
+        return False
+    keys, values = (held[layer] for held in (rows.parts[0].cache.keys, rows.parts[0].cache.values))
+    return query.dtype is keys.dtype and computes(keys.device, keys.dtype, keys.shape[-1], values.shape[-1])
 
 
 def _attend(
@@ -127,6 +141,9 @@ def attend_all(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) ->
 
 def attend_ends(query: torch.Tensor, rows: Rows, layer: int, scale: float, counts: Sequence[int]) -> torch.Tensor:
     """As :func:`attend`, of each sequence's last rows alone, as many as ``counts`` says: [1, Hq, N, Dv]."""
+    if _by_library(query, rows, layer):
+        asked = query.index_select(2, torch.tensor(rows.step.last_rows(counts)))
+        return attended(asked, c_rows(rows.step, counts), layer, scale)
     found = []
     for part, count in zip(rows.parts, counts, strict=True):
         whole = count == 1 and part.parents is None and part.cache.group_of[layer].window is None

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from specdec.errors import TargetError
+from specdec.native.types import CRows
+from specdec.runners.native_attention import c_rows
 from specdec.runners.visibility import Layout, slot_ranges
 from specdec.step.state import LayerState, Views
 from specdec.step.step_io import StepInput
@@ -216,6 +219,11 @@ class Rows:
         """[1, T] the rows' positions in their texts."""
         parts = [part.numbers[part.first :] for part in self.parts]
         return torch.from_numpy(np.concatenate(parts)[None]).to(self.device)
+
+    @cached_property
+    def c_rows(self) -> tuple[CRows, Any]:
+        """The same as the native library reads them, from when all of them are stored or have room."""
+        return c_rows(self.step)
 
     def index(self, device: torch.device) -> torch.Tensor:
         """The rows with logits, which are some, as an index on a device."""

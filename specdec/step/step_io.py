@@ -44,6 +44,7 @@ Tokens = Any
 """int64 [N], of numpy, or a tensor of torch where a device has drawn them."""
 
 Ints = npt.NDArray[np.int32]
+_INT = 4  # bytes of a row's parent, and of its depth
 
 
 FINAL = -1
@@ -261,6 +262,23 @@ class StepInput:
         """The last rows of each sequence, as many as ``counts`` says."""
         ends = zip(self.starts[1:], counts, strict=False)
         return [row for end, count in ends for row in range(end - count, end)]
+
+    def blocks(self, counts: Sequence[int] | None = None) -> tuple[list[int], int]:
+        """Six numbers of each sequence as the native library reads them (types.h), and the most keys that a row sees.
+
+        They name addresses, which are valid while this object is and until a cache grows. ``counts``: of each sequence
+        its last rows alone, as many as these.
+        """
+        parents, depths = self.parents.__array_interface__["data"][0], self.depths.__array_interface__["data"][0]
+        most, numbers, tree, starts = 0, list[int](), self.tree, self.starts
+        for number, text in enumerate(self.texts):
+            begin, length = tree[number], self.lengths[number]
+            rows = starts[number + 1] - starts[number] if counts is None else counts[number]
+            size, above = tree[number + 1] - begin, _INT * begin
+            most = most if most > length + size else length + size
+            slots = text.listed or text.list_slots()
+            numbers += (length, size - rows, rows, parents + above, depths + above, slots)
+        return numbers, most
 
     @property
     def late(self) -> bool:

@@ -50,7 +50,8 @@ def test_what_it_is_is_told(tmp_path: Path) -> None:
     assert isinstance(target, DescribedTarget)
     assert (target.dtype, target.eos_ids, target.context_length) == (torch.bfloat16, {5, 7}, 256)
     told, live = target.describe(), TransformersTarget(model)
-    assert (told["execution"]["runner"], told["execution"]["batch-invariant"][:3]) == ("fused", "no:")
+    assert told["execution"]["runner"] == "fused"
+    assert told["execution"]["batch-invariant"] == "yes" or library() is None
     assert (target.name, target.layer_weights, target.path) == (live.name, live.layer_weights, str(tmp_path))
     assert told["model"]["parameters"] == live.describe()["model"]["parameters"]
     assert [spec.window for spec in target.specs] == models.WINDOWS["gemma3"]

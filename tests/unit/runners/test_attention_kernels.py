@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from specdec.errors import ConfigError
+from specdec.native.library import library
 from specdec.runners import attention, attention_kernels
 from specdec.runners.attention import check_runs, describe_backend
 from specdec.runners.attention_kernels import merge
@@ -172,7 +173,9 @@ def test_the_description_names_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert describe_backend("auto", [spec(torch.float32)], None) == plain
     assert describe_backend("auto", [spec(width=12)], None) == plain
     assert describe_backend("auto", [spec()], 50.0) == plain
-    assert describe_backend("auto", [spec(device="cpu")], None) == "auto"
+    assert describe_backend("auto", [spec(torch.float64, device="cpu")], None) == "auto"
+    by_library = "auto (the native library's)" if library() else "auto"
+    assert describe_backend("auto", [spec(device="cpu")], None) == by_library
     monkeypatch.setattr(attention, "flash_attn", lambda: flash_attn_2_8)
     check_runs("flash", [spec()])
 

@@ -9,7 +9,7 @@ static void by_rows(void) {
             fill(x, size, 0, power), fill(by, 2 * size, 0, 0);
             norm(x, by, y, size, 0x1p-17f), tell(y, size, 'f');
             memcpy(y, x, (size_t)size * 4), rotate(y, by, by + size, size / 2 * 2), tell(y, size, 'f');
-            memcpy(y, x, (size_t)size * 4), soften(y, size), tell(y, size, 'f');
+            memcpy(y, x, (size_t)size * 4), soften(y, size, NULL), tell(y, size, 'f');
             for (int64_t i = 0; i + LANES <= size; i += LANES) {
                 const floats gate = gated(load(x, i, 0), load(by, i, 0));
                 tell(&gate, LANES, 'f');
