@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,8 +51,8 @@ def executor_of(
         native = NativeExecutor(checkpoint, dtype=dtype, int8=int8)
         return Chosen(native, "it was asked for" if execution == "native" else "all layers run in one call", {})
     by_torch = cuda_kernels.why_not(checkpoint.spec, dtype, device)
-    kind = CudaExecutor if by_torch is None else TorchExecutor
-    fused = kind(checkpoint, dtype=dtype, device=device, backend=attention)
+    own: dict[str, Any] = {"dtype": dtype, "device": device, "backend": attention}
+    fused = CudaExecutor(checkpoint, **own) if by_torch is None else TorchExecutor(checkpoint, **own, int8=int8)
     others = {"CUDA kernels": by_torch} if by_torch is not None and device.type == "cuda" else {}
     if execution == "fused" or why is None:
         return Chosen(fused, "it was asked for", others)

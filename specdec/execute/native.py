@@ -22,7 +22,6 @@ import torch
 from specdec.decoder.weights.checkpoint import Checkpoint
 from specdec.execute.native_layers import NativeLayers, Turns
 from specdec.execute.torch import TorchExecutor
-from specdec.execute.weights import DecoderWeights
 from specdec.native.library import check_done, library
 from specdec.native.scores import Stored
 from specdec.native.types import CHead, CRows
@@ -41,14 +40,13 @@ _NO_HEAD = (None, None, None, 0, None, None, 0, None, None, None, None, None)
 class NativeExecutor(TorchExecutor):
     """As :class:`TorchExecutor`, for what :func:`specdec.execute.native_layers.why_not` does not rule out.
 
-    Quantised weights stay in their blocks. ``int8``: rows that these are multiplied with are rounded to bytes.
+    ``int8``: rows that quantised blocks are multiplied with are rounded to bytes.
     """
 
     name = "native"
 
     def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, int8: bool = False) -> None:
-        self._int8 = int8
-        super().__init__(checkpoint, dtype=dtype, device=torch.device("cpu"))
+        super().__init__(checkpoint, dtype=dtype, device=torch.device("cpu"), int8=int8)
         spec, held, (head, norm) = self.spec, self._weights, (self._weights.head, self._weights.norm)
         self._native = NativeLayers(spec.layers, held.layers, spec.ropes)
         assert isinstance(head, PackedWeight)
@@ -66,9 +64,6 @@ class NativeExecutor(TorchExecutor):
 
     def _through_one(self, hidden: torch.Tensor, step: StepInput, number: int) -> torch.Tensor:
         return run_layers(self._native, told_rows(step, self._turns), hidden, number, number + 1)[0]
-
-    def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
-        return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight, int8=self._int8)
 
     def attention(self) -> str:
         return "in the same call"

@@ -15,11 +15,10 @@ from specdec.execute.knobs import LIKE_LLAMA, unlike
 from specdec.execute.layer import ExpertWeights, GatedWeights, LayerWeights
 from specdec.native.library import library
 from specdec.native.types import CCosSin, CExperts, CLayer, CProduct, CShape
-from specdec.runners.linear import PackedWeight
+from specdec.runners.linear import PackedWeight, why_not_packed
 
 __all__ = ["NativeLayers", "Turns", "address_of", "runs_heads_of", "why_not"]
 
-_DTYPES = (torch.float32, torch.bfloat16)
 _KNOWN = LIKE_LLAMA | {
     *("Experts", "Attention.cap", "Attention.norms_all", "Norm.offset", "Norm.rounds_first"),
     *("Layer.after", "Embedding.scale", "Head.cap", "Head.bias", "gelu", "gelu_tanh", "relu"),
@@ -28,10 +27,8 @@ _KNOWN = LIKE_LLAMA | {
 
 def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """The reason why the library cannot run a decoder; None where it can."""
-    if device.type != "cpu":
-        return f"native layers run on a CPU, and the model is on {device}"
-    if dtype not in _DTYPES:
-        return f"native layers compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
+    if why := why_not_packed(dtype, device):
+        return why
     if others := sorted({type(own.mixer).__name__ for own in spec.layers} - {Attention.__name__}):
         return f"native layers compute attention, and no {others[0]}"
     if why := unlike(spec, _KNOWN, "native layers compute decoders like Llama's, Gemma's and Mixtral's"):
@@ -48,8 +45,6 @@ def why_not(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str 
             f"native layers need heads and MLPs of a multiple of 16, and here they are {head_dim} and "
             f"{', '.join(map(str, sorted(widths)))} wide"
         )
-    if library() is None:
-        return "native layers need a C compiler (cc, gcc or clang), and none works here"
     return None
 
 

@@ -45,6 +45,7 @@ class TorchExecutor:
         checkpoint: its weights, and what it is.
         dtype, device: of the computation.
         backend: attention kernels, see :mod:`specdec.runners.attention`.
+        int8: rows that quantised blocks are multiplied with are rounded to bytes.
 
     Attributes:
         spec: what the decoder is.
@@ -63,8 +64,15 @@ class TorchExecutor:
     recording: Recording | None = None
 
     def __init__(
-        self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, backend: str = "auto"
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str = "auto",
+        int8: bool = False,
     ) -> None:
+        self._int8 = int8
         self.spec, self.dtype, self.device, self.backend = checkpoint.spec, dtype, device, backend
         self._layers = self.spec.layers
         self._weights = self._read(checkpoint)
@@ -148,7 +156,8 @@ class TorchExecutor:
 
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
         packs = PackedWeight.takes(torch.empty(0, dtype=self.dtype, device=self.device))
-        return DecoderWeights(checkpoint, self.dtype, self.device, PackedWeight if packs else DenseLinear)
+        kernel = PackedWeight if packs else DenseLinear
+        return DecoderWeights(checkpoint, self.dtype, self.device, kernel, int8=self._int8)
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:
         """An empty cache for a text of ``capacity`` tokens and forwards of up to ``rows`` rows."""

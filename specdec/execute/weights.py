@@ -53,7 +53,7 @@ class LayersWeights:
         checkpoint: where they are.
         dtype, device: of the computation.
         kernel: makes a product of a weight [out, in] and a bias; what packs weights keeps none of the originals, and
-            leaves quantised ones in their blocks. Those of experts stay so on a CPU whatever it is.
+            leaves quantised ones in their blocks.
         int8: rows that blocks are multiplied with are rounded to bytes.
 
     Attributes:
@@ -71,8 +71,7 @@ class LayersWeights:
     ) -> None:
         self._checkpoint, self._dtype, self._device, self._kernel = checkpoint, dtype, device, kernel
         self._int8 = int8
-        # Experts in blocks stay so in torch as well: few of them run for a row, and they are most of a model.
-        self._keeps_experts = kernel is PackedWeight or PackedWeight.takes(torch.empty(0, dtype=dtype, device=device))
+        self._packs = kernel is PackedWeight
         self._named = dict[Weight, Callable[[], torch.Tensor]]()
         self._kernels = list[tuple[tuple[Weight, ...], Kernel]]()
         self._own = checkpoint.names.own
@@ -155,7 +154,7 @@ class LayersWeights:
 
     def read_table(self, weight: Weight) -> torch.Tensor | PackedWeight:
         """A table that is looked up; one in quantised blocks stays in its file."""
-        if self._kernel is not PackedWeight or (blocks := self._checkpoint.blocks(weight)) is None:
+        if not self._packs or (blocks := self._checkpoint.blocks(weight)) is None:
             return self._alone(weight)
         table = BlockWeight([blocks], None, self._dtype, as_in_file=True, int8=self._int8)
         self._named[weight] = partial(rows_of, table, range(table.outputs))
@@ -181,7 +180,7 @@ class LayersWeights:
 
     def _in_blocks(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> BlockWeight | None:
         """The product by weights that are all in quantised blocks; None where some are not, or are to be dense."""
-        if self._kernel is not PackedWeight and weights[0].expert is None:
+        if not self._packs:
             return None
         blocks = [found for weight in weights if (found := self._checkpoint.blocks(weight)) is not None]
         return BlockWeight(blocks, bias, self._dtype, int8=self._int8) if len(blocks) == len(weights) else None
@@ -215,7 +214,7 @@ class LayersWeights:
     def _packs_experts(self, number: int) -> bool:
         """Whether a layer's experts are in quantised blocks, all of their parts, and are to stay so."""
         first = [Weight(part, number, 0) for parts in FUSED.values() for part in parts]
-        if not self._keeps_experts or not all(map(self._checkpoint.has, first)):
+        if not self._packs or not all(map(self._checkpoint.has, first)):
             return False
         return all(self._checkpoint.blocks(weight) is not None for weight in first)
 

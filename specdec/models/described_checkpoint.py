@@ -23,7 +23,6 @@ from specdec.decoder.weights.quantised import METHODS, QuantisedSource, method_o
 from specdec.decoder.weights.safetensors import SafetensorsSource
 from specdec.decoder.weights.source import Source
 from specdec.errors import CheckpointError, ConfigError, SpecdecError, shown, told
-from specdec.execute.native_layers import why_not
 from specdec.models.folders import refuse_adapter, refuse_integers, refuse_others, remedy_for
 from specdec.models.gguf import GgufFile, config_of, generation_of, is_gguf
 from specdec.models.gguf_source import GGUF_NAMES, GgufSource, kept_as
@@ -32,6 +31,7 @@ from specdec.models.inspection import end_ids, refuse_unfit
 from specdec.models.loading import check_folder, check_sizes, mtp_layers
 from specdec.models.long_context import take_long_factors
 from specdec.models.names import model_source
+from specdec.runners.linear import why_not_packed
 
 __all__ = ["DescribedCheckpoint"]
 
@@ -84,7 +84,7 @@ class DescribedCheckpoint:
         """The checkpoint at a path, or why no spec describes it.
 
         Args:
-            in_blocks: native layers may run it, for which quantised weights stay in their blocks.
+            in_blocks: executors may run it, for which quantised weights stay in their blocks.
             int8: rows that blocks are multiplied with are to be rounded to bytes.
             revision, subfolder: as of :func:`model_source`.
             max_model_len: as of :func:`take_long_factors`.
@@ -127,7 +127,7 @@ class _Wanted:
     int8: bool
     max_model_len: int | None
 
-    def why_dense(self, spec: DecoderSpec, dtype: torch.dtype, why: str | None = None) -> str | None:
+    def why_dense(self, dtype: torch.dtype, why: str | None = None) -> str | None:
         """Why quantised blocks are dequantised, or None; ``why``: one that is known.
 
         Raises:
@@ -135,14 +135,14 @@ class _Wanted:
         """
         found = "another way to run its layers was asked for"
         if self.in_blocks:
-            found = why or self.why_not_native(spec, dtype) or ""
+            found = why or self.why_not_packed(dtype) or ""
         if found and self.int8:
             raise ConfigError(f"activations='int8' needs quantised blocks as they lie, and {found}; leave it out")
         return found or None
 
-    def why_not_native(self, spec: DecoderSpec, dtype: torch.dtype) -> str | None:
-        """Why native layers do not run a decoder in a dtype here, or None."""
-        return why_not(spec, dtype, torch.device("cpu" if self.device is None else self.device))
+    def why_not_packed(self, dtype: torch.dtype) -> str | None:
+        """Why no weight is packed for a computation in this dtype here, or None."""
+        return why_not_packed(dtype, torch.device("cpu" if self.device is None else self.device))
 
 
 def _described(config: Any) -> tuple[DecoderSpec, Names, Any]:
@@ -230,7 +230,7 @@ def _quantised(
     dtype = wanted.dtype
     if dtype is None:
         dtype = torch.float32 if config.dtype in ("float32", torch.float32) else torch.bfloat16
-    why, own = wanted.why_dense(spec, dtype), METHODS[method]
+    why, own = wanted.why_dense(dtype), METHODS[method]
     loads = own.leaves(wanted.device)
     try:
         source = quantised_source(folder, quantisation, spec.architecture, int8=wanted.int8)
@@ -255,8 +255,8 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     check_sizes(fields, wanted.path)
     spec = spec_of(fields["model_type"], Settings(fields, where=file.table.where))
     names = FAMILIES[fields["model_type"]].names
-    dtype = wanted.dtype or (torch.float32 if _runs_float16(file, spec, wanted) else file.dtype)
-    why = wanted.why_dense(spec, dtype, _why_none_stays(file, dtype, int8=wanted.int8))
+    dtype = wanted.dtype or (torch.float32 if _runs_float16(file, wanted) else file.dtype)
+    why = wanted.why_dense(dtype, _why_none_stays(file, dtype, int8=wanted.int8))
     check_tensors(file.table, spec, names)
     config = config_of(fields)
     config.dtype = dtype
@@ -276,15 +276,15 @@ def _of_gguf(path: Path, wanted: _Wanted) -> DescribedCheckpoint:
     )
 
 
-def _runs_float16(file: GgufFile, spec: DecoderSpec, wanted: _Wanted) -> bool:
-    """Whether native layers run a file's float16 as it is, in float32."""
-    native = wanted.in_blocks and wanted.why_not_native(spec, torch.float32) is None
-    return native and file.dtype is torch.float16 and _why_none_stays(file, torch.float32) is None
+def _runs_float16(file: GgufFile, wanted: _Wanted) -> bool:
+    """Whether a file's float16 is multiplied as it is, in float32."""
+    packed = wanted.in_blocks and wanted.why_not_packed(torch.float32) is None
+    return packed and file.dtype is torch.float16 and _why_none_stays(file, torch.float32) is None
 
 
 def _why_none_stays(file: GgufFile, dtype: torch.dtype, *, int8: bool = False) -> str | None:
     """Why none of a file's matrices can be held as they are, or None; with ``int8``, multiplied with rounded rows."""
     kept = [form for entry in file.table.entries if (form := kept_as(entry, dtype)) is not None]
     if not kept:
-        return "none of its weights are in blocks that native layers read"
+        return "none of its weights are in blocks that native products read"
     return "none of its weights are in blocks of integers" if int8 and not any(k.has_integers for k in kept) else None

@@ -198,8 +198,7 @@ class TransformersTarget(NotCopied, Target):
         int8 = activations == "int8"
         why = "it was asked for" if execution == "modules" else "it is spread over devices"
         if execution != "modules" and device_map is None:
-            in_blocks = execution in ("auto", "native") and attention == "auto"
-            found = DescribedCheckpoint.opened(path, in_blocks=in_blocks, int8=int8, **place)
+            found = DescribedCheckpoint.opened(path, int8=int8, **place)
             if isinstance(found, DescribedCheckpoint):
                 at = torch.device(device or "cpu")
                 own = DescribedTarget.of(found, execution=execution, attention=attention, device=at, int8=int8)

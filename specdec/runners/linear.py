@@ -22,7 +22,7 @@ from specdec.native.types import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct,
 from specdec.runners.memory_pages import HugePages
 from specdec.step.torch_switches import HOST
 
-__all__ = ["DenseLinear", "HeadOf", "LinearKernel", "PackedWeight", "Tokens", "linear_kernel"]
+__all__ = ["DenseLinear", "HeadOf", "LinearKernel", "PackedWeight", "Tokens", "linear_kernel", "why_not_packed"]
 
 Tokens = Sequence[int] | npt.NDArray[np.int64]
 
@@ -39,6 +39,17 @@ class LinearKernel(Protocol):
 
     def add(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """[T, out] ``residual`` plus the product, as a new tensor."""
+
+
+def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no weight is packed for a computation in this dtype on this device; None where it is."""
+    if device.type != "cpu":
+        return f"native products run on a CPU, and the model is on {device}"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"native products compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
+    return (
+        None if library() is not None else "native products need a C compiler (cc, gcc or clang), and none works here"
+    )
 
 
 def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseLinear | PackedWeight:
@@ -128,7 +139,7 @@ class PackedWeight:
     @staticmethod
     def takes(weight: torch.Tensor) -> bool:
         """Whether the native library is available and computes with this weight."""
-        return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and library() is not None
+        return why_not_packed(weight.dtype, weight.device) is None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._onto(rows, None)

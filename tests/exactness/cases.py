@@ -23,7 +23,7 @@ KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     *(("modules", "float64", FAMILIES) for _ in range(3)),
     *((executor, "float64", FUSED) for executor in ("fused", "split")),
     *(("native", dtype, _KNOWN) for dtype in ("float32", "bfloat16", "bfloat16")),
-    *(("fused", dtype, (*_KNOWN, *_IN_TORCH)) for dtype in ("float32", "bfloat16", "bfloat16")),
+    *(("fused", dtype, _IN_TORCH[turn::2]) for turn, dtype in enumerate(("float32", "bfloat16"))),
     *(("native", f"packed {turn}", _INT4) for turn in range(2)),
     *(("native", f"bitsandbytes {kind}", ("llama", "qwen2")) for kind in ("nf4", "int8")),
     *(("native", f"blocks {turn}", BLOCK_FAMILIES) for turn in range(3)),
@@ -124,7 +124,7 @@ def _turn(axis: str, values: Sequence[Any], seed: int) -> Any:
 def draw(seed: int) -> Case:
     """The seed's case; what does not go together is replaced."""
     rng, take = random.Random(seed), partial(_turn, seed=seed)
-    executor, form, families = take("kind", KINDS)
+    number, (executor, form, families) = take("kind", tuple(enumerate(KINDS)))
     lap = seed // len(KINDS)
     if form.startswith("blocks"):
         form = _turn("blocks", (*FORMATS, "MXFP4", "mixed"), 3 * lap + int(form[-1]))
@@ -135,7 +135,7 @@ def draw(seed: int) -> Case:
         seed=seed,
         executor=executor,
         format=form,
-        family=rng.choice(families),
+        family=_turn(f"family {number}", families, lap),
         activations=rng.choice(("default", "int8" if in_bytes else "default")),
         drafter=take("drafter", DRAFTERS),
         setting=seed // len(DRAFTERS),  # a drafter's next time has its next options

@@ -55,7 +55,8 @@ class Targets:
             execution = "auto" if executor in ("fused", "split") else "modules"
             return models.target_of(family, torch.float64, execution)
         if form in ("float32", "bfloat16"):
-            model = models.new_model(family, getattr(torch, form), hidden_size=64)  # the library needs heads of 16
+            of_16 = {"head_dim": 16} if executor == "native" else {"hidden_size": 64}  # heads that the library reads
+            model = models.new_model(family, getattr(torch, form), **of_16)
             return target_for(model, execution=executor)
         place = self._folder / f"{form} {family}"
         wide = {"head_dim": 32} if family in ("qwen3", "gemma2") else {}

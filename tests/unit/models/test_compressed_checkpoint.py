@@ -234,7 +234,7 @@ def test_orders_that_change_nothing_and_plain_zeros_are_read(tmp_path: Path) -> 
     assert "the rounding of keys and values that its config asks for is not done" in told
     for name, weight in weights_of(target).items():
         assert torch.equal(weight, expected[name]), name
-    dense = TransformersTarget.from_pretrained(tmp_path, execution="fused").describe()["model"]["weights"]
+    dense = TransformersTarget.from_pretrained(tmp_path, dtype="float64").describe()["model"]["weights"]
     assert str(dense).endswith("keys and values that its config asks for is not done")
 
 

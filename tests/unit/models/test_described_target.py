@@ -59,7 +59,7 @@ def test_what_it_is_is_told(tmp_path: Path) -> None:
 
 def test_what_the_library_does_not_run_is_refused(tmp_path: Path) -> None:
     models.new_model("llama").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="execution='native' cannot run this model: native layers compute in"):
+    with pytest.raises(ConfigError, match="execution='native' cannot run this model: native products compute in"):
         TransformersTarget.from_pretrained(tmp_path, execution="native")
 
 

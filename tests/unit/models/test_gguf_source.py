@@ -194,7 +194,7 @@ def test_rows_in_bytes_need_blocks(tmp_path: Path) -> None:
     file = quantised_file(tmp_path / "small.gguf")
     for path, options, why in (
         ("tiny", {}, "'tiny' is no GGUF file"),
-        (file, {"execution": "fused"}, "another way to run its layers"),
+        (file, {"execution": "modules"}, "another way to run its layers"),
         (file, {"dtype": "float64"}, "in float32 and bfloat16"),
     ):
         with pytest.raises(ConfigError, match=why):
@@ -211,7 +211,7 @@ def test_rows_in_bytes_need_blocks(tmp_path: Path) -> None:
 def test_what_other_ways_to_run_it_hold(tmp_path: Path) -> None:
     """Asked for by name they have dense weights, and it is said."""
     file = quantised_file(tmp_path / "small.gguf")
-    for options in ({"execution": "modules"}, {"execution": "fused"}, {"dtype": "float64"}):
+    for options in ({"execution": "modules"}, {"dtype": "float64"}):
         target = target_of(file, **options)
         assert str(target.describe()["model"]["weights"]).startswith("dequantised: ")
         assert options.get("execution") == "modules" or not blocks_of(target)

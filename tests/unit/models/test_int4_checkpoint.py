@@ -209,9 +209,9 @@ def test_a_last_group_may_be_smaller(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, "native layers need a C compiler"),
-        ({"dtype": "float16"}, "native layers compute in float32 and bfloat16"),
-        ({"device": "meta"}, "native layers run on a CPU"),
+        ({}, "native products need a C compiler"),
+        ({"dtype": "float16"}, "native products compute in float32 and bfloat16"),
+        ({"device": "meta"}, "native products run on a CPU"),
     ],
 )
 def test_what_falls_back_says_why(
@@ -219,7 +219,7 @@ def test_what_falls_back_says_why(
 ) -> None:
     int4_checkpoint(tmp_path)
     if not options:
-        monkeypatch.setattr("specdec.execute.native_layers.library", lambda: None)
+        monkeypatch.setattr("specdec.runners.linear.library", lambda: None)
     elif native.library() is None:
         pytest.skip("no C compiler")
     found = DescribedCheckpoint.opened(tmp_path, **{"dtype": "float32", **options})
@@ -233,9 +233,8 @@ def test_other_models_and_places_are_refused(tmp_path: Path) -> None:
         load(tmp_path, device_map="auto")
     with pytest.raises(ConfigError, match="activations='int8' needs quantised blocks"):
         load(tmp_path, in_blocks=False, activations="int8")
-    int4_checkpoint(tmp_path / "granite", family="granite")
-    with pytest.raises(ConfigError, match="needs quantised blocks as they lie, and native layers"):
-        load(tmp_path / "granite", activations="int8")
+    with pytest.raises(ConfigError, match="needs quantised blocks as they lie, and native products"):
+        load(tmp_path, "float64", activations="int8")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "stablelm"}))
     with pytest.raises(CheckpointError, match=r"'stablelm' is none of .*llama.*install the packages gptqmodel"):

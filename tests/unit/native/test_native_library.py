@@ -90,7 +90,7 @@ def test_without_a_compiler_torch_does_it(fresh: Path, monkeypatch: pytest.Monke
     target = target_for(model, execution="auto")
     assert target.options["runner"] == "fused"
     assert Engine(target).generate(prompt, 20).token_ids == expected
-    with pytest.raises(ConfigError, match=r"execution='native' .* native layers need a C compiler .*, and none works"):
+    with pytest.raises(ConfigError, match=r"'native' .* native products need a C compiler .*, and none works"):
         target_for(models.new_model("llama", torch.float32, **SIZES), execution="native")
 
 

@@ -323,10 +323,10 @@ def test_a_folder_without_a_compiler_is_run_in_torch(tmp_path: Path, monkeypatch
     if library() is not None:
         told = TransformersTarget.from_pretrained(tmp_path).describe()["execution"]
         assert (told["runner"], told["because"]) == ("native", "all layers run in one call")
-    monkeypatch.setattr("specdec.execute.native_layers.library", lambda: None)
+    monkeypatch.setattr("specdec.runners.linear.library", lambda: None)
     told = TransformersTarget.from_pretrained(tmp_path).describe()["execution"]
     assert (told["runner"], told["because"]) == ("fused", told["not native"])
-    assert told["because"].startswith("native layers need a C compiler")
+    assert told["because"].startswith("native products need a C compiler")
 
 
 # Beside the model itself; see also test_replicas.py.
