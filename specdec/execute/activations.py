@@ -1,8 +1,8 @@
 """Activations in torch. On a CPU a row's numbers do not depend on the rows beside it.
 
-Torch computes vectors of values, and those that fill no vector one by one, where it rounds sigmoids, SiLU and GELU's
-tanh form otherwise. Which values these are depends on the number of rows. Its exponential rounds all values alike, and
-so do sums, products and quotients: so on a CPU all three are made of these.
+Torch computes vectors of values, and those that fill no vector one by one, where it rounds sigmoids, SiLU and GELU
+otherwise. Which values these are depends on the number of rows. Its exponential and its error function round all values
+alike, and so do sums, products and quotients: so on a CPU activations are made of these.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def _gelu_tanh(values: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu(values: torch.Tensor) -> torch.Tensor:
-    """Torch rounds values with others between them otherwise, which of one row there never are."""
-    return F.gelu(values.contiguous())
+    if _by_torch(values):
+        return F.gelu(values)
+    full = _full(values)
+    return (full * 0.5).mul_(torch.erf(full * math.sqrt(0.5)).add_(1)).to(values.dtype)
 
 
 def _by_torch(values: torch.Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""Tree attention on random trees, caches and windows, whole and in parts: a softmax over a list of seen keys."""
+"""Tree attention on random trees, caches and windows: by torch, whole and in parts, and by the native library.
+
+It is a softmax over a list of seen keys.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.runners.attention import attend
+from specdec.native.library import library
+from specdec.runners.attention import attend, attend_ends
+from specdec.runners.rows import Rows
 from specdec.step.cache import KVCache, LayerSpec
 from specdec.step.tree import Draft
 from tests import seam
 from tests.property.trees import parent_lists
 
-HEADS, GROUPS, WIDTH, VALUE_WIDTH = 4, 2, 8, 8
+HEADS, GROUPS, WIDTH = 4, 2, 8
+WIDE = 32  # heads that the native library attends with, in pairs of bfloat16 where the processor multiplies these
 MOST = 12  # rows of a tree
 
 
@@ -48,7 +54,7 @@ def cases(draw: st.DrawFn) -> Case:
 class World:
     """Keys, values and queries of a case, and the attention of its rows both ways."""
 
-    def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> None:
         self.case = case
         generator = torch.Generator().manual_seed(case.seed)
         total = case.length + len(case.parents)
@@ -56,14 +62,15 @@ class World:
         def uniform(heads: int, rows: int, width: int) -> torch.Tensor:
             return torch.rand(1, heads, rows, width, generator=generator, dtype=dtype) * 2 - 1
 
-        self.keys, self.values = uniform(GROUPS, total, WIDTH), uniform(GROUPS, total, VALUE_WIDTH)
-        self.query = uniform(HEADS, len(case.parents), WIDTH) * 3
+        self.keys, self.values = uniform(GROUPS, total, width), uniform(GROUPS, total, width)
+        self.query, self.width = uniform(HEADS, len(case.parents), width) * 3, width
+        self.sinks: torch.Tensor | None = None
         self.draft = Draft([0] * len(case.parents), case.parents)
 
     def naive(self) -> torch.Tensor:
-        """[1, HEADS, T, VALUE_WIDTH] one softmax per row and head, over an explicit list of the keys it sees."""
+        """[1, HEADS, T, width] one softmax per row and head, over an explicit list of the keys it sees."""
         case, depths = self.case, self.draft.depths
-        output = torch.empty(1, HEADS, len(case.parents), VALUE_WIDTH, dtype=torch.float64)
+        output = torch.empty(1, HEADS, len(case.parents), self.width, dtype=torch.float64)
         for row in range(len(case.parents)):
             position = case.length + depths[row]
             seen = [p for p in range(case.length) if case.window is None or position - p < case.window]
@@ -74,23 +81,19 @@ class World:
                 above = case.parents[above]
             for head in range(HEADS):
                 keys = self.keys[0, head * GROUPS // HEADS, seen].double()
-                scores = keys @ self.query[0, head, row].double() * WIDTH**-0.5
+                scores = keys @ self.query[0, head, row].double() * self.width**-0.5
                 if case.softcap is not None:
                     scores = torch.tanh(scores / case.softcap) * case.softcap
-                output[0, head, row] = torch.softmax(scores, 0) @ self.values[0, head * GROUPS // HEADS, seen].double()
+                if self.sinks is not None:
+                    scores = torch.cat((scores, self.sinks[head : head + 1].double()))
+                values = self.values[0, head * GROUPS // HEADS, seen].double()
+                output[0, head, row] = torch.softmax(scores, 0)[: len(seen)] @ values
         return output
 
     def attended(self, backend: str = "auto", *, pieces: bool = False) -> torch.Tensor:
         """The same by specdec: the text committed in chunks, then the tree in one piece or two."""
         case = self.case
-        spec = LayerSpec(GROUPS, WIDTH, VALUE_WIDTH, case.window, torch.device("cpu"), self.keys.dtype)
-        cache = KVCache([spec], capacity=case.length + 1, rows=max(MOST, len(case.parents)))
-        for array in (*cache.keys, *cache.values):
-            array.fill_(torch.nan)  # a slot that is read before it was written shows
-        for start in range(0, case.length, 5):
-            rows = min(5, case.length - start)
-            cache.write(0, *self.rows(start, start + rows), start)
-            cache.commit(range(rows))
+        cache = self.cache()
         cuts = [0, case.first, len(case.parents)] if pieces and case.first else [0, len(case.parents)]
         outputs = []
         for first, last in pairwise(cuts):
@@ -98,8 +101,33 @@ class World:
             part = seam.Text(cache).part([0] * (last - first), parents, first=first, backend=backend)
             part.store(*self.rows(case.length + first, case.length + last), 0)
             query = self.query[:, :, first:last]
-            outputs.append(attend(query, part, 0, WIDTH**-0.5, case.softcap))
+            outputs.append(attend(query, part, 0, self.width**-0.5, case.softcap))
         return torch.cat(outputs, 2)
+
+    def cache(self) -> KVCache:
+        """The text, committed in chunks."""
+        case = self.case
+        spec = LayerSpec(GROUPS, self.width, self.width, case.window, torch.device("cpu"), self.keys.dtype)
+        cache = KVCache([spec], capacity=case.length + 1, rows=max(MOST, len(case.parents)))
+        for array in (*cache.keys, *cache.values):
+            array.fill_(torch.nan)  # a slot that is read before it was written shows
+        for start in range(0, case.length, 5):
+            rows = min(5, case.length - start)
+            cache.write(0, *self.rows(start, start + rows), start)
+            cache.commit(range(rows))
+        return cache
+
+    def by_library(self, first: int = 0, *, ends: int | None = None) -> torch.Tensor:
+        """Attention of the tree's rows from ``first`` on by the library, or of as many of the last of them."""
+        case, cache, last = self.case, self.cache(), len(self.case.parents)
+        cache.write(0, *self.rows(case.length, case.length + first), case.length)
+        parents = None if self.draft.is_chain else case.parents
+        rows = Rows(seam.Text(cache).rows([0] * (last - first), parents, first=first))
+        rows.store(*self.rows(case.length + first, case.length + last), 0)
+        query, scale = self.query[:, :, first:], self.width**-0.5
+        if ends is not None:
+            return attend_ends(query, rows, 0, scale, [ends])
+        return attend(query, rows, 0, scale, case.softcap, self.sinks)
 
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[:, :, first:last], self.values[:, :, first:last]
@@ -117,6 +145,24 @@ def test_rows_see_their_ancestors_and_the_window(in_parts: bool, case: Case) -> 
     assert whole.shape == expected.shape
     assert (whole.double() - expected).abs().max() < 1e-6
     assert (pieces.double() - expected).abs().max() < 1e-6
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@given(case=cases(), sinks=st.booleans())
+@settings(max_examples=100)
+def test_the_library_sees_the_same(dtype: torch.dtype, error: float, case: Case, sinks: bool) -> None:
+    """And a row's bits are the same alone, in pieces and beside the others; sinks take their share."""
+    world, last = World(case, dtype, WIDE), len(case.parents) - 1
+    if sinks:
+        world.sinks = torch.tensor([0.5, -4.0, 3.0, -torch.inf])
+    whole, expected = world.by_library(), world.naive()
+    assert (whole.shape, whole.dtype) == (expected.shape, dtype)
+    assert (whole.double() - expected).abs().max() < error
+    for first in {case.first, last}:
+        assert torch.equal(world.by_library(first), whole[:, :, first:])
+    if case.softcap is None and not sinks:
+        assert torch.equal(world.by_library(ends=last + 1 - case.first), whole[:, :, case.first :])
 
 
 def both(world: World) -> list[torch.Tensor]:
