@@ -66,7 +66,7 @@ class Engine(NotCopied):
             ``off``, a drafter that plans its rows still uses prices as under ``acceptance``.
         costs: the target's cost curve. A given curve is never adapted, so equal calls take equal steps. If left out, it
             is read from the user's cache folder or measured now, for about a second, if policy or drafter need it; and
-            where the target is ``batch_invariant`` (native layers), it is adapted to the latest forwards.
+            where the target is ``batch_invariant``, it is adapted to the latest forwards.
         progress: called with the share that is done while the curve is measured.
 
     Attributes:

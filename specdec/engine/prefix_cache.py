@@ -110,11 +110,12 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
 class PrefixCache(NotCopied):
     """Keeps the latest text that was decoded with it: ``engine.generate(prompt, prefix_cache=kept)``.
 
-    Generations are the same as without one: bit for bit in native layers, where a token's keys and values do not
-    depend on the rows beside it, and elsewhere up to rounding, as between two sizes of ``prefill_chunk``. It holds the
-    memory of one text's cache; nodes of a tree would hold it a second time, as a cache goes on moving its slots, so it
-    is a tree's running texts with a limit of one (both call :meth:`KeptText.take`). A copy, as of a chat that branches,
-    goes on from the same text, and keeps its own later ones; it takes no memory until then. It cannot be pickled.
+    Generations are the same as without one: bit for bit where the target is ``batch_invariant``, so that a token's keys
+    and values do not depend on the rows beside it, and elsewhere up to rounding, as between two sizes of
+    ``prefill_chunk``. It holds the memory of one text's cache; nodes of a tree would hold it a second time, as a cache
+    goes on moving its slots, so it is a tree's running texts with a limit of one (both call :meth:`KeptText.take`). A
+    copy, as of a chat that branches, goes on from the same text, and keeps its own later ones; it takes no memory until
+    then. It cannot be pickled.
     """
 
     instead = "make a new one, PrefixCache(), where it is used: the first text with it runs whole"

@@ -2,8 +2,8 @@
 
 A step puts the rows of all sequences into one forward, flat and never padded; each sequence keeps its own cache, its
 own drafting session and its own noise, and commits its own rows. So nothing of a text depends on its neighbours, on
-their order, or on when it was admitted. (Numbers round alike whatever rows are beside them in native layers; elsewhere
-as well as between a forward of one row and one of several.)
+their order, or on when it was admitted. (Numbers round alike whatever rows are beside them where the target is
+``batch_invariant``; elsewhere as well as between a forward of one row and one of several.)
 
 Prompts are admitted in order, as others end. What is drafted goes first, and what is left of ``step_rows`` takes chunks
 of prompts. Drafting is each session's own; what it has a model compute is computed for all of them at once.

@@ -1,7 +1,7 @@
 """GGUF: models in llama.cpp's file format, and the tokenizers that such files describe.
 
-Where native layers run a model, its blocks stay quantised, and its float16 matrices float16
-(:mod:`specdec.models.gguf_source`). Otherwise they are dequantised, and it takes as much memory as one from
+On a CPU with a C compiler its blocks stay quantised, and its float16 matrices float16
+(:mod:`specdec.models.gguf_source`). Elsewhere they are dequantised, and it takes as much memory as one from
 safetensors: two bytes a parameter in bfloat16, four in float32. Rounding to bfloat16 changes a weight far less than its
 quantisation did.
 """

@@ -1,4 +1,7 @@
-"""Tree attention: the attention function of every decoder layer, whole with a mask or in two exact and fast parts.
+"""Tree attention: the attention function of every decoder layer.
+
+On a CPU in float32 and bfloat16 it is the native library's (:mod:`specdec.runners.native_attention`). Elsewhere it is
+torch's, whole with a mask or in two exact and fast parts.
 
 Whole, it is one call over all visible slots with an additive mask. In parts, the keys that every row sees have no mask,
 and the tail (a window's edge and the tree) has a small one. Each part returns the log-sum-exp of its scores, by which
