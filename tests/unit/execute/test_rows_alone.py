@@ -101,7 +101,8 @@ def test_activations_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
     }[name]
     found = act(values)
     assert found.dtype is dtype
-    torch.testing.assert_close(found.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    once = 0.51 if dtype is torch.bfloat16 else 4  # half a unit in the last place
+    torch.testing.assert_close(found.double(), expected, rtol=once * torch.finfo(dtype).eps, atol=1e-6)
     assert torch.equal(act(wide), found)
     assert torch.equal(torch.cat([act(row[None]) for row in values]), found)
     with torch.enable_grad():
