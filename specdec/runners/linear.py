@@ -47,9 +47,8 @@ def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"native products run on a CPU, and the model is on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"native products compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
-    return (
-        None if library() is not None else "native products need a C compiler (cc, gcc or clang), and none works here"
-    )
+    found = library() is not None
+    return None if found else "native products need a C compiler (cc, gcc or clang), and none works here"
 
 
 def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseLinear | PackedWeight:
