@@ -127,7 +127,6 @@ def test_float16_stays_so_and_is_computed_in_float32(family: str, tied: bool, tm
     ("options", "dtype"),
     [
         ({"execution": "modules"}, torch.float16),
-        ({"execution": "fused"}, torch.float16),
         ({"dtype": "float16"}, torch.float16),
         ({"dtype": "bfloat16"}, torch.bfloat16),
     ],
