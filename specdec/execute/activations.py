@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.decoder.spec import Activation
+from specdec.step import device_copies
 
 __all__ = ["ACTIVATIONS", "sigmoid"]
 
@@ -49,7 +50,7 @@ def _gelu(values: torch.Tensor) -> torch.Tensor:
 
 def _by_torch(values: torch.Tensor) -> bool:
     """On a device, which computes every value alike, and with gradients, which do not overflow."""
-    return values.is_cuda or values.requires_grad
+    return values.requires_grad or device_copies.is_apart(values.device)
 
 
 def _full(values: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ from specdec.runners.attention_kernels import (
 from specdec.runners.native_attention import attended, c_rows, computes
 from specdec.runners.rows import Rows, TextRows
 from specdec.runners.visibility import Layout
+from specdec.step import device_copies
 from specdec.step.cache import LayerSpec
 
 __all__ = [
@@ -105,7 +106,7 @@ def attend(
 
 def _by_library(query: torch.Tensor, rows: Rows, layer: int) -> bool:
     """Whether the native library attends, which torch's kernels were not asked for in place of."""
-    if query.is_cuda or rows.backend != "auto":
+    if rows.backend != "auto" or device_copies.is_apart(query.device):
         return False
     keys, values = (held[layer] for held in (rows.parts[0].cache.keys, rows.parts[0].cache.values))
     return query.dtype is keys.dtype and computes(keys.device, keys.dtype, keys.shape[-1], values.shape[-1])
