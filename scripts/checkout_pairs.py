@@ -45,7 +45,8 @@ def serve(tasks: IO[str], answers: IO[str]) -> None:
 
     setup = json.loads(tasks.readline())
     torch.set_num_threads(setup["threads"])
-    plain = Engine.from_pretrained(setup["model"], drafter="none", dtype=setup["dtype"])
+    how = {name: setup[name] for name in ("dtype", "execution")}
+    plain = Engine.from_pretrained(setup["model"], drafter="none", **how)
     engines = {name: plain.with_drafter(name) for name in setup["drafters"]}
     target = plain.target
 
@@ -114,6 +115,7 @@ def main(
     ] = None,
     model: Annotated[str, typer.Option(help="A model, as specdec generate takes it.")] = "tiny",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    execution: Annotated[str, typer.Option(help="auto, native, fused or modules.")] = "auto",
     drafters: Annotated[str, typer.Option(help="Drafters to decode with.")] = "none,auto",
     temperatures: Annotated[str, typer.Option(help="Temperatures to decode at.")] = "0",
     rows: Annotated[str, typer.Option(help="Rows of forwards.")] = "1,2,3,4,5,6,7,8,12,16",
@@ -124,7 +126,8 @@ def main(
 ) -> None:
     """Compare this checkout with another one, or its drafters with plain decoding."""
     names = [name for name in drafters.split(",") if name]
-    setup = {"model": model, "dtype": dtype, "drafters": ["none", *names], "tokens": tokens, "threads": threads}
+    how = {"model": model, "dtype": dtype, "execution": execution, "threads": threads}
+    setup = {**how, "drafters": ["none", *names], "tokens": tokens}
     tasks: list[tuple[str, tuple[list[Any], list[Any]]]] = []  # what is done before, and now
     for name, heat in product(names, map(float, temperatures.split(","))):
         now = ["decode", name, heat]
