@@ -226,6 +226,28 @@ INLINE int64_t steps_of(const Product *p) { return units_of(p) / taken_by(p); }
 INLINE int64_t panel_bytes(const Product *p) { return steps_of(p) * bytes_of(p->kind); }
 INLINE int64_t weight_bytes(const Product *p) { return in_blocks(p) ? 0 : padded(p->outputs) / PANEL * panel_bytes(p); }
 
+/* Whether a thread's groups of rows multiply coded weights that are decoded once for all of them, to floats. */
+INLINE int decodes_once(const Product *p, int64_t groups, int panels) {
+    return READS_CODES && !HAS_PAIRS && p->kind == CODED && groups > 2 && panels == 1;
+}
+
+/* The weights of a panel's steps as floats, input by input. */
+static void decode_steps(const Product *p, const char *from, int64_t steps, float *wide) {
+#if READS_CODES
+    const __m512i highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p->highs));
+    for (int64_t s = 0; s < steps; s++, from += CODE_BYTES, wide += 2 * PANEL) {
+        floats both[2];
+        decode(from, highs, both);
+        for (int v = 0; v < 2; v++) {
+            *(floats *)(wide + v * LANES) = (floats)((words)both[v] << 16);
+            *(floats *)(wide + PANEL + v * LANES) = (floats)((words)both[v] & 0xffff0000);
+        }
+    }
+#else
+    (void)p, (void)from, (void)steps, (void)wide;
+#endif
+}
+
 /* The panels that a thread reads next, for prefetching, or NULL. */
 typedef struct {
     const char *first, *second;
@@ -240,7 +262,8 @@ static void multiply_panels(const Product *p, const float *x, float *sums, int64
     const int64_t first = rows * begin / groups, all = rows * end / groups - first;
     const char *weight = (const char *)p->weight + panel * panel_bytes(p);
     const int widens = WIDENS && widened(p->kind) && end - begin > 2; /* groups: the first one keeps what it has widened */
-    float wide[WIDENS ? STRETCH * PANEL : 1] __attribute__((aligned(64)));
+    const int decodes = decodes_once(p, end - begin, panels);
+    float wide[WIDENS || !HAS_PAIRS ? STRETCH * PANEL : 1] __attribute__((aligned(64)));
     int64_t passes = 0;
     for (int64_t g = begin; g < end; g++) passes += passes_of(rows * (g + 1) / groups - rows * g / groups, p->kind);
     for (int64_t s = 0; s < stretches; s++) {
@@ -254,11 +277,15 @@ static void multiply_panels(const Product *p, const float *x, float *sums, int64
             task.parts = passes < SHARES ? passes : SHARES;
             task.soon_step = size / task.parts;
         }
+        if (decodes) {
+            decode_steps(p, here, to - from, wide);
+            task.weight = (const char *)wide, task.steps *= taken, task.soon_step /= taken;
+        }
         for (int64_t g = begin; g < end; g++) {
             const int64_t row = rows * g / groups - first, count = rows * (g + 1) / groups - first - row;
             task.x = (const char *)(x + (first + row) * stride + from * taken);
             task.y = sums + row * PANEL;
-            const int kind = widens && g > begin ? FULL : p->kind;
+            const int kind = decodes || (widens && g > begin) ? FULL : p->kind;
             multiply_task(&task, count, panels, kind);
             for (int pass = 0; pass < passes_of(count, kind); pass++) task = later(&task);
             if (widens) task.weight = (const char *)wide, task.wide = NULL;
