@@ -1,5 +1,5 @@
-/* Products of blocks with rounded rows. For few rows, codes are extracted from their words right where they multiply; for
- * many, pairs or bytes of them are read from where they were decoded. */
+/* Products of blocks with rounded rows. For few rows, codes are extracted from their words right where they multiply;
+ * for many, pairs or bytes of them are read from where they were decoded. */
 
 /* Chunks to multiply: the codes of the first chunk; the bytes from a chunk to the next, and the chunks of a block;
  * and how many bytes ahead to prefetch, or 0. Scales that lie before a chunk's codes in float16 are read where they are
@@ -17,27 +17,29 @@ enum { STRETCHED = MOST, PASS = 72 };
 enum { FEW_BYTES = DECODES_BYTES ? 12 : PASS };
 /* Decoded chunks of a format, of pairs or of bytes. */
 INLINE Chunks decoded_chunks(const WeightFormat *f, const Decoded *d, int64_t count, int bytes) {
-    return (Chunks){.codes = (const uint8_t *)d->pairs, .count = count, .bytes = CHUNK * PANEL * (bytes ? 1 : 2), .each = 1,
-                    .scales = d->scales, .minima = d->minima, .offset = f->levels && bytes ? 128 : f->offset,
-                    .subtracts = f->minima};
+    return (Chunks){.codes = (const uint8_t *)d->pairs, .count = count, .bytes = CHUNK * PANEL * (bytes ? 1 : 2),
+                    .each = 1, .scales = d->scales, .minima = d->minima, .subtracts = f->minima,
+                    .offset = f->levels && bytes ? 128 : f->offset};
 }
 
 /* Chunks [first, last) of a panel, as they lie in it; a block begins with the first one. */
-INLINE Chunks panel_chunks(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, const float *scales,
-                           const float *minima, int bytes) {
+INLINE Chunks panel_chunks(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last,
+                           const float *scales, const float *minima, int bytes) {
     const int64_t each = f->values / CHUNK;
-    return (Chunks){.codes = panel + first / each * block_bytes(f) + head_bytes(f) + number_bytes(f), .bytes = chunk_bytes(f),
-                    .count = last - first, .each = each, .head = head_bytes(f), .scales = scales, .minima = minima,
+    const uint8_t *head = panel + first / each * block_bytes(f);
+    return (Chunks){.codes = head + head_bytes(f) + number_bytes(f), .count = last - first, .bytes = chunk_bytes(f),
+                    .each = each, .head = head_bytes(f), .scales = scales, .minima = minima,
                     .offset = f->levels && bytes ? 128 : f->offset, .subtracts = f->minima};
 }
 
 enum { DECODED = 16 }; /* bits of a code that has been decoded */
-/* Rows that multiply decoded codes at once, at most and at least. With AVX-512 sums of twelve are in registers, as many as
- * hide how long each product takes; their totals are in memory, as those of more than FEW rows are. */
+/* Rows that multiply decoded codes at once, at most and at least. With AVX-512 sums of twelve are in registers, as many
+ * as hide how long each product takes; their totals are in memory, as those of more than FEW rows are. */
 enum { MANY = LANES == 16 ? 12 : FEW, LEAST = LANES == 16 ? FEW_CODED + 1 : FEW / 2 };
 enum { PARTS = 2 };    /* independent sums of a single row; integers give one total */
-/* Of how many rows one has a pointer; a row or two behind it is addressed by the stride and its double, which with AVX-512,
- * whose products read rows themselves, would take an instruction more: there only where pointers would be too many. */
+/* Of how many rows one has a pointer; a row or two behind it is addressed by the stride and its double, which with
+ * AVX-512, whose products read rows themselves, would take an instruction more: there only where pointers would be too
+ * many. */
 INLINE int every(const int rows) { return LANES == 16 && rows <= FEW ? 1 : 3; }
 enum { ROWS_AT_ONCE = MANY > FEW_CODED ? MANY : FEW_CODED };
 
@@ -199,8 +201,8 @@ INLINE void multiply_rows(const Chunks *c, const int32_t *x, int64_t apart, floa
     switch (rows) { CODED_ROWS(1) CODED_ROWS(2) CODED_ROWS(3) CODED_ROWS(4) CODED_ROWS(5) CODED_ROWS(6) }
 }
 
-INLINE void multiply_decoded(const Chunks *c, const int32_t *x, int64_t apart, float *sums, int64_t rows, const int bytes,
-                             const int groups) {
+INLINE void multiply_decoded(const Chunks *c, const int32_t *x, int64_t apart, float *sums, int64_t rows,
+                             const int bytes, const int groups) {
     switch (rows) {
         DECODED_ROWS(1) DECODED_ROWS(2) DECODED_ROWS(3) DECODED_ROWS(4) DECODED_ROWS(5) DECODED_ROWS(6)
         DECODED_ROWS(7) DECODED_ROWS(8) DECODED_ROWS(9) DECODED_ROWS(10) DECODED_ROWS(11) DECODED_ROWS(12)

@@ -241,11 +241,12 @@ enum { DECODES_BYTES = LANES == 16 };
 INLINE void decode_fours(const uint32_t *codes, uint32_t *to, const int bits, const int listed) {
     for (int first = 0; first < PANEL; first += LANES)
 #pragma GCC unroll 16
-        for (int j = 0; j < CHUNK / 4; j++) *(words *)(to + j * PANEL + first) = four_of(codes + first, j, bits, listed);
+        for (int j = 0; j < CHUNK / 4; j++)
+            *(words *)(to + j * PANEL + first) = four_of(codes + first, j, bits, listed);
 }
 
-/* Decoded chunks: pairs of codes as 16-bit numbers, or fours as bytes, without the format's offset subtracted, and scales.
- * Codes of float32 values stay codes. */
+/* Decoded chunks: pairs of codes as 16-bit numbers, or fours as bytes, without the format's offset subtracted, and
+ * scales. Codes of float32 values stay codes. */
 typedef struct {
     uint32_t pairs[MOST / 2 * PANEL] __attribute__((aligned(64)));
     float scales[MOST / GROUP * PANEL], minima[MOST / GROUP * PANEL];
@@ -256,10 +257,10 @@ INLINE void decode_codes(const uint32_t *codes, uint32_t *to, const int bits, co
     else decode_chunk(codes, to, bits, listed);
 }
 
-/* Decodes chunks [first, last) of a panel, counted from its first block, to pairs or, unless they are, bytes; prefetches
- * `ahead` bytes further on. */
-INLINE void decode_to(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, int64_t ahead, Decoded *to,
-                      const int bytes) {
+/* Decodes chunks [first, last) of a panel, counted from its first block, to pairs, or to bytes, which codes of eight
+ * bits are; prefetches `ahead` bytes further on. */
+INLINE void decode_to(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, int64_t ahead,
+                      Decoded *to, const int bytes) {
     const int64_t each = f->values / CHUNK, groups = groups_in(f), size = chunk_bytes(f);
     for (int64_t n = first; n < last; n++) {
         const uint8_t *head = panel + n / each * block_bytes(f), *chunk = head + head_bytes(f) + n % each * size;
@@ -280,8 +281,8 @@ INLINE void decode_to(const WeightFormat *f, const uint8_t *panel, int64_t first
     }
 }
 
-static void decode_blocks(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, int64_t ahead, int bytes,
-                          Decoded *to) {
+static void decode_blocks(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, int64_t ahead,
+                          int bytes, Decoded *to) {
     if (DECODES_BYTES && bytes) decode_to(f, panel, first, last, ahead, to, 1);
     else decode_to(f, panel, first, last, ahead, to, 0);
 }

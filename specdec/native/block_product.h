@@ -22,7 +22,8 @@ static void multiply_panel(const Product *p, const Part *part, int64_t panel, in
                            int64_t y_stride, int64_t row, int64_t some, int onto, void *out, int half) {
     const WeightFormat *f = formats + part->format;
     const uint8_t *weight = (const uint8_t *)part->weight + panel * (p->inputs / f->values) * block_bytes(f);
-    const int64_t left = part->outputs - panel * PANEL, count = left < PANEL ? left : PANEL, stride = apart_by(p->inputs);
+    const int64_t left = part->outputs - panel * PANEL, count = left < PANEL ? left : PANEL;
+    const int64_t stride = apart_by(p->inputs);
     float sums[PASS * PANEL] __attribute__((aligned(64)));
     x += row * stride;
     if (f->levels == HALVES) multiply_float16(part, panel, p->inputs, x, sums, some);
@@ -49,7 +50,8 @@ static void product_in_blocks(const Product *p, const float *x, float *y, int64_
         int64_t before = 0, at = 0;
         for (int64_t n = 0; n < p->count; at += p->parts[n].outputs, before += panels_of(p->parts + n++)) {
             const Part *part = p->parts + n;
-            for (int64_t panel = begin > before ? begin - before : 0; panel < panels_of(part) && before + panel < end; panel++)
+            const int64_t from = begin > before ? begin - before : 0, left = end - before;
+            for (int64_t panel = from; panel < panels_of(part) && panel < left; panel++)
                 multiply_panel(p, part, panel, at + panel * PANEL, x, y, y_stride, row, some, onto, out, half);
         }
     }
