@@ -19,37 +19,44 @@ INLINE ints nearest(floats x) {
 #endif
 }
 
+/* GROUP integers as bytes, in the order of a panel's inputs. */
+INLINE void mix_bytes(const ints *whole, int8_t *to) {
+#if LANES == 16 || defined(__AVX2__)
+#if LANES == 16
+    const __m128i own = _mm512_cvtepi32_epi8((__m512i)whole[0]);
+#else
+    const __m256i twos = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)whole[0], (__m256i)whole[1]), 0xd8);
+    const __m128i own = _mm_packs_epi16(_mm256_castsi256_si128(twos), _mm256_extracti128_si256(twos, 1));
+#endif
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    _mm_storeu_si128((__m128i *)to, _mm_shuffle_epi8(own, order));
+#else
+    for (int i = 0; i < GROUP; i++) { /* of eight bytes, 0, 4, 1, 5, 2, 6, 3 and 7 */
+        const int from = i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
+        to[i] = (int8_t)whole[from / LANES][from % LANES];
+    }
+#endif
+}
+
 /* A chunk of a row is CHUNK bytes in the order of a panel's inputs, then their scale as a float, and the sums of both
  * halves. */
 static void round_row_to_bytes(float *row, int64_t inputs) {
     for (int64_t n = 0; n < inputs / CHUNK; n++) {
-        floats own[CHUNK / LANES], most = {0};
-        int32_t out[BYTE_CHUNK], sums[2] = {0};
-        int8_t rounded[CHUNK];
-        for (int v = 0; v < CHUNK / LANES; v++) {
-            own[v] = load(row, n * CHUNK + v * LANES, 0);
-            const floats size = (floats)((words)own[v] & 0x7fffffff);
-            const ints more = (ints)size > (ints)most; /* NaN counts as larger, too */
-            most = (floats)(((ints)size & more) | ((ints)most & ~more));
-        }
-        uint32_t bits = 0;
-        for (int i = 0; i < LANES; i++) bits = ((words)most)[i] > bits ? ((words)most)[i] : bits;
+        floats own[CHUNK / LANES];
+        ints whole[CHUNK / LANES];
+        int32_t out[BYTE_CHUNK];
+        for (int v = 0; v < CHUNK / LANES; v++) own[v] = load(row, n * CHUNK + v * LANES, 0);
+        const uint32_t bits = largest_size(own);
         float largest, by = 0, back = 0;
         memcpy(&largest, &bits, sizeof largest);
         if (bits >= 0x7f800000) back = NAN; /* so every result of it is NaN */
         else if (largest >= 0x1p-112f) by = 127 / largest, back = largest / 127;
-        for (int v = 0; v < CHUNK / LANES; v++) {
-            const ints whole = nearest(own[v] * by);
-            for (int i = 0; i < LANES; i++) rounded[v * LANES + i] = back != back ? 0 : (int8_t)whole[i];
-        }
-        for (int i = 0; i < CHUNK; i++) sums[i / GROUP] += rounded[i];
-        for (int j = 0; j < FOURS; j++) {
-            const int8_t *four = rounded + j / 2 * 8 + j % 2 * 2;
-            const int8_t mixed[4] = {four[0], four[4], four[1], four[5]};
-            memcpy(out + j, mixed, sizeof mixed);
-        }
+        for (int v = 0; v < CHUNK / LANES; v++) whole[v] = nearest(own[v] * by) & -(back == back);
         memcpy(out + FOURS, &back, sizeof back);
-        memcpy(out + FOURS + 1, sums, sizeof sums);
+        for (int g = 0; g < CHUNK / GROUP; g++) {
+            mix_bytes(whole + g * GROUP / LANES, (int8_t *)out + g * GROUP);
+            out[FOURS + 1 + g] = sum_of_group(whole + g * GROUP / LANES);
+        }
         memcpy(row + n * BYTE_CHUNK, out, sizeof out); /* what is still to be read lies further on */
     }
 }

@@ -1,5 +1,5 @@
-/* Products of blocks with rounded rows. Codes are extracted from their words right where they multiply; for many rows in
- * 16-bit integers, pairs of them are read from where they were decoded. */
+/* Products of blocks with rounded rows. For few rows, codes are extracted from their words right where they multiply;
+ * for many, pairs or bytes of them are read from where they were decoded. */
 
 /* Chunks to multiply: the codes of the first chunk; the bytes from a chunk to the next, and the chunks of a block;
  * and how many bytes ahead to prefetch, or 0. Scales that lie before a chunk's codes in float16 are read where they are
@@ -11,19 +11,37 @@ typedef struct {
     int offset, subtracts, used;
 } Chunks;
 
-enum { STRETCHED = MOST, PASS = 96 }; /* inputs, and rows, of one pass */
-/* Decoded chunks of a format. */
-INLINE Chunks decoded_chunks(const WeightFormat *f, const Decoded *d, int64_t count) {
-    return (Chunks){.codes = (const uint8_t *)d->pairs, .count = count, .bytes = CHUNK * PANEL * sizeof(int16_t), .each = 1,
-                    .scales = d->scales, .minima = d->minima, .offset = f->offset, .subtracts = f->minima};
+/* Inputs, and rows, of one pass. More rows would leave the caches before the next panel reads them again. */
+enum { STRETCHED = MOST, PASS = 72 };
+/* Rows of bytes for which codes are extracted where they multiply, at most. */
+enum { FEW_BYTES = DECODES_BYTES ? 12 : PASS };
+/* Decoded chunks of a format, of pairs or of bytes. */
+INLINE Chunks decoded_chunks(const WeightFormat *f, const Decoded *d, int64_t count, int bytes) {
+    return (Chunks){.codes = (const uint8_t *)d->pairs, .count = count, .bytes = CHUNK * PANEL * (bytes ? 1 : 2),
+                    .each = 1, .scales = d->scales, .minima = d->minima, .subtracts = f->minima,
+                    .offset = f->levels && bytes ? 128 : f->offset};
+}
+
+/* Chunks [first, last) of a panel, as they lie in it; a block begins with the first one. */
+INLINE Chunks panel_chunks(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last,
+                           const float *scales, const float *minima, int bytes) {
+    const int64_t each = f->values / CHUNK;
+    const uint8_t *head = panel + first / each * block_bytes(f);
+    return (Chunks){.codes = head + head_bytes(f) + number_bytes(f), .count = last - first, .bytes = chunk_bytes(f),
+                    .each = each, .head = head_bytes(f), .scales = scales, .minima = minima,
+                    .offset = f->levels && bytes ? 128 : f->offset, .subtracts = f->minima};
 }
 
 enum { DECODED = 16 }; /* bits of a code that has been decoded */
+/* Rows that multiply decoded codes at once, at most and at least. With AVX-512 sums of twelve are in registers, as many
+ * as hide how long each product takes; their totals are in memory, as those of more than FEW rows are. */
+enum { MANY = LANES == 16 ? 12 : FEW, LEAST = LANES == 16 ? FEW_CODED + 1 : FEW / 2 };
 enum { PARTS = 2 };    /* independent sums of a single row; integers give one total */
-/* Rows with a pointer; a row or two behind them is addressed by the stride and its double, which with AVX-512, whose
- * products read rows themselves, would take an instruction more. */
-enum { EVERY = LANES == 16 ? 1 : 3 };
-enum { ROWS_AT_ONCE = FEW > FEW_CODED ? FEW : FEW_CODED };
+/* Of how many rows one has a pointer; a row or two behind it is addressed by the stride and its double, which with
+ * AVX-512, whose products read rows themselves, would take an instruction more: there only where pointers would be too
+ * many. */
+INLINE int every(const int rows) { return LANES == 16 && rows <= FEW ? 1 : 3; }
+enum { ROWS_AT_ONCE = MANY > FEW_CODED ? MANY : FEW_CODED };
 
 #if LANES == 8 && defined(__AVX2__) /* or gcc computes all products of a group, stores them, and adds them up later */
 #define KEEP(sum) __asm__("" : "+x"(sum))
@@ -34,17 +52,17 @@ enum { ROWS_AT_ONCE = FEW > FEW_CODED ? FEW : FEW_CODED };
 
 /* A chunk of rows: words, `stride` bytes from row to row; the first `tail` are the row's numbers. */
 typedef struct {
-    const char *at[(ROWS_AT_ONCE + EVERY - 1) / EVERY];
+    const char *at[ROWS_AT_ONCE];
     int64_t stride;
     int tail;
 } RowWords;
-INLINE int32_t word_of(const RowWords *x, const int r, const int number) {
-    return *(const int32_t *)(x->at[r / EVERY] + r % EVERY * x->stride + 4 * number);
+INLINE int32_t word_of(const RowWords *x, const int r, const int number, const int rows) {
+    return *(const int32_t *)(x->at[r / every(rows)] + r % every(rows) * x->stride + 4 * number);
 }
 
 /* The sum of a row's numbers in a group: of one half of a chunk, or of both. */
-INLINE int32_t sum_of(const RowWords *x, const int r, const int half, const int groups) {
-    return word_of(x, r, x->tail + 1 + half) + (groups > 1 ? 0 : word_of(x, r, x->tail + 2));
+INLINE int32_t sum_of(const RowWords *x, const int r, const int half, const int groups, const int rows) {
+    return word_of(x, r, x->tail + 1 + half, rows) + (groups > 1 ? 0 : word_of(x, r, x->tail + 2, rows));
 }
 
 /* Sums of rows by vectors: those of a group, and the totals, in registers or, if `stored`, in memory. */
@@ -58,9 +76,9 @@ typedef struct {
 INLINE void add_group(GroupSums *s, const RowWords *x, floats *sums, const floats *scale, const float *minima,
                       const int half, const int groups, const int rows, const int wide, const int stored,
                       const int subtracts) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        const int32_t sum = sum_of(x, r, half, groups), bits = word_of(x, r, x->tail);
+        const int32_t sum = sum_of(x, r, half, groups, rows), bits = word_of(x, r, x->tail, rows);
         float back;
         memcpy(&back, &bits, sizeof back);
 #if LANES == 16
@@ -83,14 +101,14 @@ INLINE void add_step(GroupSums *s, const RowWords *x, const words *weight, const
                      const int steps, const int rows, const int wide, const int bits, const int listed, const int bytes) {
     const int holds = HOLDS && bytes, held = held_by(bits, listed) < steps ? held_by(bits, listed) : steps;
     const int parts = rows == 1 && !holds ? PARTS : 1;
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < wide; v++) {
             ints *to = holds ? &s->held[r][v] : &s->found[r][j % parts][v], *all = &s->found[r][0][v];
             const ints none = {0}, before = (holds ? j % held : j / parts) ? *to : j || holds ? none : begun[r];
-            if (bytes) *to = add_fours(before, weight[v], word_of(x, r, at), bits == 8 || listed);
-            else *to = add_pairs(before, weight[v], word_of(x, r, at));
+            if (bytes) *to = add_fours(before, weight[v], word_of(x, r, at, rows), bits >= 8 || listed);
+            else *to = add_pairs(before, weight[v], word_of(x, r, at, rows));
             KEEP(*to);
             if (holds && (j + 1) % held == 0) {
                 *all = add_held(j < held ? begun[r] : *all, *to);
@@ -104,22 +122,22 @@ INLINE void add_step(GroupSums *s, const RowWords *x, const words *weight, const
 INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, float *sums, int64_t from, const int rows,
                             const int wide, const int bits, const int listed, const int bytes, const int groups) {
     const int all = bytes ? FOURS : CHUNK / 2, steps = all / groups; /* words of a row's chunk, and of a group */
-    const int stored = LANES == 8 && rows > 3, offset = HOLDS && bytes && (bits == 8 || listed) ? 0 : c->offset;
+    const int stored = rows > (LANES == 16 ? FEW : 3), offset = HOLDS && bytes && (bits == 8 || listed) ? 0 : c->offset;
     const float *scales = c->scales + from * LANES, *minima = c->minima + from * LANES;
     const uint8_t *codes = c->codes;
     RowWords own = {.stride = apart * sizeof *x, .tail = all};
     GroupSums s;
     floats *to = (floats *)(sums + from * LANES);
-    for (int r = 0; r < rows; r += EVERY) own.at[r / EVERY] = (const char *)(x + r * apart);
-#pragma GCC unroll 8
+    for (int r = 0; r < rows; r += every(rows)) own.at[r / every(rows)] = (const char *)(x + r * apart);
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < wide && !stored; v++) s.total[r][v] = to[r * PANEL / LANES + v];
     for (int64_t n = 0; n < c->count; n++) {
         const uint32_t *here = (const uint32_t *)codes + from * LANES;
         HIDE(here);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r += EVERY) HIDE(own.at[r / EVERY]);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r += every(rows)) HIDE(own.at[r / every(rows)]);
         if (bits < DECODED && c->ahead) ask_blocks(codes + c->ahead, 4 * PANEL * bits + 64);
 #pragma GCC unroll 2
         for (int g = 0; g < groups; g++, scales += PANEL, minima += PANEL) {
@@ -127,8 +145,8 @@ INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, fl
             HIDE(minima);
             HIDE(to);
             ints begun[ROWS_AT_ONCE]; /* less what is taken from codes */
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) begun[r] = (ints){0} - sum_of(&own, r, g, groups) * offset;
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) begun[r] = (ints){0} - sum_of(&own, r, g, groups, rows) * offset;
 #pragma GCC unroll 16
             for (int j = 0; j < steps; j++) {
                 const int at = bytes || bits == DECODED ? g * steps + j : pair_at(g * steps + j);
@@ -151,12 +169,12 @@ INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, fl
             if (c->subtracts) add_group(&s, &own, to, scale, minima, g, groups, rows, wide, stored, 1);
             else add_group(&s, &own, to, scale, minima, g, groups, rows, wide, stored, 0);
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r += EVERY) own.at[r / EVERY] += 4 * (all + 3);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r += every(rows)) own.at[r / every(rows)] += 4 * (all + 3);
         codes += c->bytes;
         if ((n + 1) % c->each == 0) codes += c->head;
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < wide && !stored; v++) to[r * PANEL / LANES + v] = s.total[r][v];
@@ -166,19 +184,29 @@ INLINE void multiply_chunks(const Chunks *c, const int32_t *x, int64_t apart, fl
 #define VECTORS_OF(rows) \
     (LANES == 16 || (rows) == 1 ? PANEL / LANES : (rows) <= HALVING ? PANEL / LANES / 2 : 1)
 
-/* Calls the version for a number of rows. */
-#define CODED_ROWS(n)                                                                                  \
+/* Calls the version for a number of rows; more are equal groups. */
+#define BLOCK_ROWS(n, least, most, bits, listed)                                                       \
     case n: {                                                                                          \
-        if (bits == DECODED ? n > FEW || 2 * n < FEW : n > FEW_CODED) return; /* more rows are equal groups */ \
+        if (n < least || n > most) return;                                                             \
         enum { WIDE = VECTORS_OF(n) };                                                                 \
         for (int64_t from = 0; from < PANEL / LANES; from += WIDE)                                     \
             multiply_chunks(c, x, apart, sums, from, n, WIDE, bits, listed, bytes, groups);            \
         return;                                                                                        \
     }
+#define CODED_ROWS(n) BLOCK_ROWS(n, 1, FEW_CODED, bits, listed)
+#define DECODED_ROWS(n) BLOCK_ROWS(n, LEAST, MANY, DECODED, 0)
 
 INLINE void multiply_rows(const Chunks *c, const int32_t *x, int64_t apart, float *sums, int64_t rows, const int bits,
                           const int listed, const int bytes, const int groups) {
     switch (rows) { CODED_ROWS(1) CODED_ROWS(2) CODED_ROWS(3) CODED_ROWS(4) CODED_ROWS(5) CODED_ROWS(6) }
+}
+
+INLINE void multiply_decoded(const Chunks *c, const int32_t *x, int64_t apart, float *sums, int64_t rows,
+                             const int bytes, const int groups) {
+    switch (rows) {
+        DECODED_ROWS(1) DECODED_ROWS(2) DECODED_ROWS(3) DECODED_ROWS(4) DECODED_ROWS(5) DECODED_ROWS(6)
+        DECODED_ROWS(7) DECODED_ROWS(8) DECODED_ROWS(9) DECODED_ROWS(10) DECODED_ROWS(11) DECODED_ROWS(12)
+    }
 }
 
 INLINE void multiply_format(const WeightFormat *f, const Chunks *c, const int32_t *x, int64_t apart, float *sums,
@@ -208,9 +236,8 @@ static void multiply_coded(const WeightFormat *f, const uint8_t *panel, int64_t 
             const uint8_t *head = panel + n / each * block_bytes(f), *chunk = head + head_bytes(f) + n % each * size;
             read_scales(f, head, chunk, scales + (n - first) * own, minima + (n - first) * own);
         }
-        Chunks c = {.codes = panel + first / each * block_bytes(f) + head_bytes(f) + number_bytes(f), .bytes = size,
-                    .count = last - first, .each = each, .head = head_bytes(f), .scales = scales, .minima = minima,
-                    .offset = f->levels && bytes ? 128 : f->offset, .subtracts = f->minima, .used = used, .ahead = AHEAD};
+        Chunks c = panel_chunks(f, panel, first, last, scales, minima, bytes);
+        c.used = used, c.ahead = AHEAD;
         for (int64_t g = 0; g < groups; g++, c.ahead = 0) {
             const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
             const int32_t *these = (const int32_t *)x + row * apart + first * (bytes ? BYTE_CHUNK : ROW_CHUNK);

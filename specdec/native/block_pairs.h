@@ -5,24 +5,38 @@
  * added to the row's sum, group after group. */
 
 enum { ROW_CHUNK = CHUNK / 2 + 3 }; /* words of a row's chunk */
+typedef int16_t shorts_of_lanes __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+/* The largest bits of numbers without their signs: NaN counts as larger than infinity. */
+#define RAISE_BITS(x) more = (ints)TURN(most, x) > most, most = ((ints)TURN(most, x) & more) | (most & ~more);
+INLINE uint32_t largest_size(const floats *own) {
+    ints most = {0}, more;
+    for (int v = 0; v < CHUNK / LANES; v++) {
+        const ints size = (ints)own[v] & 0x7fffffff;
+        more = size > most, most = (size & more) | (most & ~more);
+    }
+    EACH_BIT(RAISE_BITS)
+    return (uint32_t)most[0];
+}
+
+/* The sum of a row's GROUP integers. */
+INLINE int32_t sum_of_group(const ints *whole) {
+    ints v = whole[0];
+    for (int n = 1; n < GROUP / LANES; n++) v += whole[n];
+    EACH_BIT(FOLD)
+    return v[0];
+}
 
 /* A chunk of a row is CHUNK 16-bit integers, then their scale as a float, and the sums of both halves. */
 static void round_row(float *row, int64_t inputs) {
     for (int64_t n = 0; n < inputs / CHUNK; n++) {
-        floats own[CHUNK / LANES], most = {0};
+        floats own[CHUNK / LANES];
+        ints whole[CHUNK / LANES];
         int32_t out[ROW_CHUNK];
-        int16_t rounded[CHUNK];
         float by = 0, back = 0;
         uint32_t bits;
-        for (int v = 0; v < CHUNK / LANES; v++) {
-            own[v] = load(row, n * CHUNK + v * LANES, 0);
-            const floats size = (floats)((words)own[v] & 0x7fffffff);
-            const ints more = (ints)size > (ints)most; /* NaN counts as larger, too */
-            most = (floats)(((ints)size & more) | ((ints)most & ~more));
-        }
-        uint32_t largest = 0;
-        for (int i = 0; i < LANES; i++) largest = ((words)most)[i] > largest ? ((words)most)[i] : largest;
-        largest >>= 23;
+        for (int v = 0; v < CHUNK / LANES; v++) own[v] = load(row, n * CHUNK + v * LANES, 0);
+        const uint32_t largest = largest_size(own) >> 23;
         if (largest == 255) back = NAN; /* so every result of it is NaN */
         else if (largest >= 15) {       /* smaller numbers than 2^-112 count as zero */
             bits = (268 - largest) << 23, memcpy(&by, &bits, sizeof by);
@@ -30,17 +44,12 @@ static void round_row(float *row, int64_t inputs) {
         }
         for (int v = 0; v < CHUNK / LANES; v++) {
             const floats magic = spread(12582912.f); /* 1.5 * 2^23: the nearest integer lands in the low bits */
-            ints whole = (ints)fused(own[v], spread(by), magic) - (ints)magic;
-            const ints over = whole > 32767;
-            whole = (whole & ~over) | (32767 & over);
-            for (int i = 0; i < LANES; i++) rounded[v * LANES + i] = back != back ? 0 : (int16_t)whole[i];
+            const ints near = (ints)fused(own[v], spread(by), magic) - (ints)magic, over = near > 32767;
+            whole[v] = ((near & ~over) | (32767 & over)) & -(back == back);
+            *(shorts_of_lanes *)((int16_t *)out + v * LANES) = __builtin_convertvector(whole[v], shorts_of_lanes);
         }
-        int32_t sums[2] = {0};
-        for (int i = 0; i < CHUNK; i++) sums[i / GROUP] += rounded[i];
-        for (int i = 0; i < CHUNK / 2; i++)
-            out[i] = (int32_t)((uint32_t)(uint16_t)rounded[2 * i] | (uint32_t)(uint16_t)rounded[2 * i + 1] << 16);
         memcpy(out + CHUNK / 2, &back, sizeof back);
-        memcpy(out + CHUNK / 2 + 1, sums, sizeof sums);
+        for (int g = 0; g < CHUNK / GROUP; g++) out[CHUNK / 2 + 1 + g] = sum_of_group(whole + g * GROUP / LANES);
         memcpy(row + n * ROW_CHUNK, out, sizeof out); /* what is still to be read lies further on */
     }
 }

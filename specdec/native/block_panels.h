@@ -234,31 +234,55 @@ INLINE void read_scales(const WeightFormat *f, const uint8_t *head, const uint8_
         }
 }
 
-/* Decoded chunks: pairs of codes as 16-bit numbers, without the format's offset subtracted, and scales. Codes of float32
- * values stay codes. */
+/* Whether codes are decoded to bytes, for many rows of bytes; with few registers that would not pay. */
+enum { DECODES_BYTES = LANES == 16 };
+
+/* The same as bytes, four of them, which products with rows of bytes read. */
+INLINE void decode_fours(const uint32_t *codes, uint32_t *to, const int bits, const int listed) {
+    for (int first = 0; first < PANEL; first += LANES)
+#pragma GCC unroll 16
+        for (int j = 0; j < CHUNK / 4; j++)
+            *(words *)(to + j * PANEL + first) = four_of(codes + first, j, bits, listed);
+}
+
+/* Decoded chunks: pairs of codes as 16-bit numbers, or fours as bytes, without the format's offset subtracted, and
+ * scales. Codes of float32 values stay codes. */
 typedef struct {
     uint32_t pairs[MOST / 2 * PANEL] __attribute__((aligned(64)));
     float scales[MOST / GROUP * PANEL], minima[MOST / GROUP * PANEL];
 } Decoded;
 
-/* Decodes chunks [first, last) of a panel, counted from its first block; prefetches `ahead` bytes further on. */
-static void decode_blocks(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, int64_t ahead,
-                          Decoded *to) {
-    const int64_t each = f->values / CHUNK, groups = groups_in(f), bytes = chunk_bytes(f);
+INLINE void decode_codes(const uint32_t *codes, uint32_t *to, const int bits, const int listed, const int bytes) {
+    if (bytes) decode_fours(codes, to, bits, listed);
+    else decode_chunk(codes, to, bits, listed);
+}
+
+/* Decodes chunks [first, last) of a panel, counted from its first block, to pairs, or to bytes, which codes of eight
+ * bits are; prefetches `ahead` bytes further on. */
+INLINE void decode_to(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, int64_t ahead,
+                      Decoded *to, const int bytes) {
+    const int64_t each = f->values / CHUNK, groups = groups_in(f), size = chunk_bytes(f);
     for (int64_t n = first; n < last; n++) {
-        const uint8_t *head = panel + n / each * block_bytes(f), *chunk = head + head_bytes(f) + n % each * bytes;
+        const uint8_t *head = panel + n / each * block_bytes(f), *chunk = head + head_bytes(f) + n % each * size;
         const uint32_t *codes = (const uint32_t *)(chunk + number_bytes(f));
-        uint32_t *pairs = to->pairs + (n - first) * CHUNK / 2 * PANEL;
-        ask_blocks(chunk + ahead, bytes + 64);
+        uint32_t *found = to->pairs + (n - first) * CHUNK / (bytes ? 4 : 2) * PANEL;
+        ask_blocks(chunk + ahead, size + 64);
         read_scales(f, head, chunk, to->scales + (n - first) * groups * PANEL, to->minima + (n - first) * groups * PANEL);
         switch (f->levels == INTEGERS ? 0 : f->bits) {
-            case 0: decode_chunk(codes, pairs, 4, 1); break;
-            case 2: decode_chunk(codes, pairs, 2, 0); break;
-            case 3: decode_chunk(codes, pairs, 3, 0); break;
-            case 4: decode_chunk(codes, pairs, 4, 0); break;
-            case 5: decode_chunk(codes, pairs, 5, 0); break;
-            case 6: decode_chunk(codes, pairs, 6, 0); break;
-            default: decode_chunk(codes, pairs, 8, 0);
+            case 0: decode_codes(codes, found, 4, 1, bytes); break;
+            case 2: decode_codes(codes, found, 2, 0, bytes); break;
+            case 3: decode_codes(codes, found, 3, 0, bytes); break;
+            case 4: decode_codes(codes, found, 4, 0, bytes); break;
+            case 5: decode_codes(codes, found, 5, 0, bytes); break;
+            case 6: decode_codes(codes, found, 6, 0, bytes); break;
+            default:
+                if (!bytes) decode_chunk(codes, found, 8, 0);
         }
     }
+}
+
+static void decode_blocks(const WeightFormat *f, const uint8_t *panel, int64_t first, int64_t last, int64_t ahead,
+                          int bytes, Decoded *to) {
+    if (DECODES_BYTES && bytes) decode_to(f, panel, first, last, ahead, to, 1);
+    else decode_to(f, panel, first, last, ahead, to, 0);
 }

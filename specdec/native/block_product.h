@@ -11,34 +11,48 @@ static void multiply_float16(const Part *part, int64_t panel, int64_t inputs, co
     multiply_panels(&p, x, sums, rows, 0, groups_of(&p, rows), panel, 1, 0, then);
 }
 
+/* Whether codes are extracted where they multiply: for few rows, unless these are not rounded. */
+INLINE int extracts(const Product *p, int64_t rows) {
+    if (p->kind == EXACT_QUANTISED) return 0;
+    return rows <= (p->kind == INT8_QUANTISED ? FEW_BYTES : FEW_CODED);
+}
+
+/* Multiplies rows [row, row + some) with a panel of a part; `first` is the panel's first output. */
+static void multiply_panel(const Product *p, const Part *part, int64_t panel, int64_t first, const float *x, float *y,
+                           int64_t y_stride, int64_t row, int64_t some, int onto, void *out, int half) {
+    const WeightFormat *f = formats + part->format;
+    const uint8_t *weight = (const uint8_t *)part->weight + panel * (p->inputs / f->values) * block_bytes(f);
+    const int64_t left = part->outputs - panel * PANEL, count = left < PANEL ? left : PANEL;
+    const int64_t stride = apart_by(p->inputs);
+    float sums[PASS * PANEL] __attribute__((aligned(64)));
+    x += row * stride;
+    if (f->levels == HALVES) multiply_float16(part, panel, p->inputs, x, sums, some);
+    else if (has_float_levels(f)) multiply_levels(f, weight, p->inputs, x, stride, sums, some);
+    else if (extracts(p, some)) multiply_coded(f, weight, p->inputs, x, stride, sums, some, p->kind == INT8_QUANTISED);
+    else multiply_blocks(f, weight, p->inputs, x, stride, sums, some, p->kind);
+    for (int64_t r = 0; r < some; r++) {
+        float *own = sums + r * PANEL, *to = y + (row + r) * y_stride + first;
+        for (int64_t o = 0; p->bias && o < count; o++) own[o] += p->bias[first + o];
+        if (out) store(out, (row + r) * p->outputs + first, own, count, half);
+        else for (int64_t o = 0; o < count; o++) to[o] = onto ? to[o] + own[o] : own[o];
+    }
+}
+
 /* The product, as `product` does it for other kinds. */
 static void product_in_blocks(const Product *p, const float *x, float *y, int64_t y_stride, int64_t rows, int onto,
                               void *out, int half, const Team *team) {
-    int64_t all = 0, before = 0, at = 0;
-    float sums[PASS * PANEL] __attribute__((aligned(64)));
+    int64_t all = 0;
     for (int64_t n = 0; n < p->count; n++) all += panels_of(p->parts + n);
     const int64_t begin = all * team->me / team->count, end = all * (team->me + 1) / team->count;
-    for (int64_t n = 0; n < p->count; at += p->parts[n].outputs, before += panels_of(p->parts + n++)) {
-        const Part *part = p->parts + n;
-        const WeightFormat *f = formats + part->format;
-        const int64_t bytes = p->inputs / f->values * block_bytes(f);
-        for (int64_t panel = begin > before ? begin - before : 0; panel < panels_of(part) && before + panel < end; panel++) {
-            const uint8_t *weight = (const uint8_t *)part->weight + panel * bytes;
-            const int64_t first = at + panel * PANEL, left = part->outputs - panel * PANEL, count = left < PANEL ? left : PANEL;
-            for (int64_t row = 0; row < rows; row += PASS) {
-                const int64_t some = rows - row < PASS ? rows - row : PASS, stride = apart_by(p->inputs);
-                if (f->levels == HALVES) multiply_float16(part, panel, p->inputs, x + row * stride, sums, some);
-                else if (has_float_levels(f)) multiply_levels(f, weight, p->inputs, x + row * stride, stride, sums, some);
-                else if (p->kind == INT8_QUANTISED || (p->kind == QUANTISED && some <= FEW_CODED))
-                    multiply_coded(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == INT8_QUANTISED);
-                else multiply_blocks(f, weight, p->inputs, x + row * stride, stride, sums, some, p->kind == EXACT_QUANTISED);
-                for (int64_t r = 0; r < some; r++) {
-                    float *own = sums + r * PANEL, *to = y + (row + r) * y_stride + first;
-                    for (int64_t o = 0; p->bias && o < count; o++) own[o] += p->bias[first + o];
-                    if (out) store(out, (row + r) * p->outputs + first, own, count, half);
-                    else for (int64_t o = 0; o < count; o++) to[o] = onto ? to[o] + own[o] : own[o];
-                }
-            }
+    const int64_t passes = (rows + PASS - 1) / PASS;
+    for (int64_t g = 0; g < passes; g++) { /* a pass's rows stay in the caches while they multiply all panels */
+        const int64_t row = rows * g / passes, some = rows * (g + 1) / passes - row;
+        int64_t before = 0, at = 0;
+        for (int64_t n = 0; n < p->count; at += p->parts[n].outputs, before += panels_of(p->parts + n++)) {
+            const Part *part = p->parts + n;
+            const int64_t from = begin > before ? begin - before : 0, left = end - before;
+            for (int64_t panel = from; panel < panels_of(part) && panel < left; panel++)
+                multiply_panel(p, part, panel, at + panel * PANEL, x, y, y_stride, row, some, onto, out, half);
         }
     }
     meet(team);
@@ -70,7 +84,7 @@ static void look_up_blocks(const Product *p, int64_t number, void *y, int half) 
     Decoded d;
     for (int64_t first = 0; first < chunks; first += STRETCHED / CHUNK) {
         const int64_t last = first + STRETCHED / CHUNK < chunks ? first + STRETCHED / CHUNK : chunks;
-        decode_blocks(f, panel, first, last, 0, &d);
+        decode_blocks(f, panel, first, last, 0, 0, &d);
         for (int64_t i = 0; i < (last - first) * CHUNK; i++) {
             const int64_t place = i / f->group * PANEL + own;
             const uint32_t pair = d.pairs[i / 2 * PANEL + own];

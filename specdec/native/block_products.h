@@ -50,24 +50,29 @@ INLINE void multiply_exact_rows(const WeightFormat *f, const Decoded *d, const f
     }
 }
 
-/* The sums [rows, PANEL] of up to PASS rows times a panel. */
+/* The sums [rows, PANEL] of up to PASS rows times a panel: rows rounded to bytes or to 16-bit integers, or whole. */
 static void multiply_blocks(const WeightFormat *f, const uint8_t *panel, int64_t inputs, const float *x, int64_t apart,
-                            float *sums, int64_t rows, int full) {
+                            float *sums, int64_t rows, int kind) {
     Decoded decoded;
-    const int64_t chunks = inputs / CHUNK, groups = (rows + FEW - 1) / FEW;
+    const int full = kind == EXACT_QUANTISED, bytes = DECODES_BYTES && kind == INT8_QUANTISED;
+    const int64_t chunks = inputs / CHUNK, most = full ? FEW : MANY, groups = (rows + most - 1) / most;
     memset(sums, 0, rows * PANEL * sizeof *sums);
     for (int64_t first = 0, last; first < chunks; first = last) {
         last = first + STRETCHED / CHUNK < chunks ? first + STRETCHED / CHUNK : chunks;
-        decode_blocks(f, panel, first, last, AHEAD, &decoded);
-        const Chunks c = decoded_chunks(f, &decoded, last - first);
+        decode_blocks(f, panel, first, last, AHEAD, bytes, &decoded);
+        const Chunks c = bytes && f->bits == 8 ? panel_chunks(f, panel, first, last, decoded.scales, decoded.minima, 1)
+                                               : decoded_chunks(f, &decoded, last - first, bytes);
         for (int64_t g = 0; g < groups; g++) {
             const int64_t row = rows * g / groups, count = rows * (g + 1) / groups - row;
-            const float *own = x + row * apart + first * (full ? CHUNK : ROW_CHUNK);
+            const float *own = x + row * apart + first * (full ? CHUNK : bytes ? BYTE_CHUNK : ROW_CHUNK);
+            const int32_t *these = (const int32_t *)own;
             float *to = sums + row * PANEL;
             if (full && f->group == CHUNK) multiply_exact_rows(f, &decoded, own, apart, to, last - first, count, 1);
             else if (full) multiply_exact_rows(f, &decoded, own, apart, to, last - first, count, 2);
-            else if (f->group == CHUNK) multiply_rows(&c, (const int32_t *)own, apart, to, count, DECODED, 0, 0, 1);
-            else multiply_rows(&c, (const int32_t *)own, apart, to, count, DECODED, 0, 0, 2);
+            else if (bytes && f->group == CHUNK) multiply_decoded(&c, these, apart, to, count, 1, 1);
+            else if (bytes) multiply_decoded(&c, these, apart, to, count, 1, 2);
+            else if (f->group == CHUNK) multiply_decoded(&c, these, apart, to, count, 0, 1);
+            else multiply_decoded(&c, these, apart, to, count, 0, 2);
         }
     }
 }

@@ -58,11 +58,11 @@ static void by_one_block(void) {
             tell(sums, PANEL, 'f');
             continue;
         }
-        decode_blocks(f, panel, 0, INPUTS / CHUNK, 0, &decoded);
+        decode_blocks(f, panel, 0, INPUTS / CHUNK, 0, 0, &decoded);
         multiply_exact(&decoded, x, INPUTS, sums, INPUTS / CHUNK, f->offset, f->minima, 0, 1, PANEL / LANES, 1);
         tell(sums, PANEL, 'f');
         round_row(x, INPUTS);
-        const Chunks chunks = decoded_chunks(f, &decoded, INPUTS / CHUNK);
+        const Chunks chunks = decoded_chunks(f, &decoded, INPUTS / CHUNK, 0);
         multiply_chunks(&chunks, (const int32_t *)x, INPUTS, sums, 0, 1, PANEL / LANES, DECODED, 0, 0, 1);
         tell(sums, PANEL, 'f');
     }
