@@ -186,8 +186,9 @@ class LayersWeights:
         return BlockWeight(blocks, bias, self._dtype, int8=self._int8) if len(blocks) == len(weights) else None
 
     def _made(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Kernel:
-        stacked = self._stacked(tensors)
-        kernel = self._kernel(stacked, bias)
+        first = tensors[0]
+        as_it_is = self._packs and len(tensors) == 1 and first.dtype is self._dtype  # which is copied anyhow
+        kernel = self._kernel(first if as_it_is else self._stacked(tensors), bias)
         if isinstance(kernel, PackedWeight):
             self._checkpoint.release(tensors)
         return kernel
@@ -242,7 +243,7 @@ class LayersWeights:
         return self._stacked(tensors) if tensors else None
 
     def _stacked(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One above the other in the decoder's dtype and on its device; one that is so already stays as it is."""
+        """A copy of them, one above the other, in the decoder's dtype and on its device."""
         first = tensors[0]
         rows = sum(map(len, tensors))
         found = torch.empty(rows, *first.shape[1:], dtype=self._dtype, device=self._device)

@@ -108,7 +108,8 @@ def _by_library(query: torch.Tensor, rows: Rows, layer: int) -> bool:
     """Whether the native library attends, which torch's kernels were not asked for in place of."""
     if rows.backend != "auto" or device_copies.is_apart(query.device):
         return False
-    keys, values = (held[layer] for held in (rows.parts[0].cache.keys, rows.parts[0].cache.values))
+    cache = rows.parts[0].cache
+    keys, values = cache.keys[layer], cache.values[layer]
     return query.dtype is keys.dtype and computes(keys.device, keys.dtype, keys.shape[-1], values.shape[-1])
 
 

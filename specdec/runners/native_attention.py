@@ -15,17 +15,15 @@ import torch
 
 from specdec.native.library import library
 from specdec.native.types import CRows, CShape
+from specdec.runners.linear import why_not_packed
 from specdec.step.step_io import StepInput
 
 __all__ = ["attended", "c_rows", "computes"]
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
 
 def computes(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """Whether the library is there and attends over slots of such keys and values."""
-    fits = key_dim == value_dim and key_dim % 16 == 0 and dtype in _DTYPES
-    return fits and device.type == "cpu" and library() is not None
+    return key_dim == value_dim and key_dim % 16 == 0 and why_not_packed(dtype, device) is None
 
 
 def attended(
