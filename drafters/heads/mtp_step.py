@@ -24,7 +24,7 @@ from specdec.errors import CheckpointError, shown
 from specdec.execute.layer import layer
 from specdec.execute.torch import stored_and_attended
 from specdec.execute.weights import LayersWeights, look_up
-from specdec.runners.linear import DenseLinear, PackedWeight
+from specdec.runners.linear import kernel_for
 from specdec.runners.sent_rows import rows_on
 from specdec.step.joining import joined
 from specdec.target import Target
@@ -143,8 +143,7 @@ class MtpStep:
         self.device, self.dtype = target.head_device, target.dtype
         self._target, self._hidden_first = target, found.hidden_first
         self._layers, self._ropes = checkpoint.spec.layers, RopeTables(self.dtype, self.device)
-        packs = PackedWeight.takes(torch.empty(0, dtype=self.dtype, device=self.device))
-        self._weights = _Weights(checkpoint, self.dtype, self.device, PackedWeight if packs else DenseLinear)
+        self._weights = _Weights(checkpoint, self.dtype, self.device, kernel_for(self.dtype, self.device))
         ends = (TABLE, HEAD)  # of a table only rows are read, and a head is read that is the model's or its own
         own = (math.prod(shape) for at, shape in checkpoint.shapes.items() if at.layer == 0 and at.part not in ends)
         self.weights = target.vocab_size * target.hidden_size + sum(own)

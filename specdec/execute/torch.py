@@ -24,7 +24,7 @@ from specdec.execute.short_conv import gated_conv
 from specdec.execute.weights import DecoderWeights, Kernel, bias_of, look_up, rows_of
 from specdec.native.invariance import layer_varies, products_vary
 from specdec.runners.attention import attend, describe_backend
-from specdec.runners.linear import DenseLinear, HeadOf, PackedWeight, linear_kernel
+from specdec.runners.linear import DenseLinear, HeadOf, PackedWeight, kernel_for, linear_kernel
 from specdec.runners.native_attention import computes
 from specdec.runners.recording import Recording
 from specdec.runners.rows import Rows
@@ -159,8 +159,7 @@ class TorchExecutor:
         return LayerSpec(1, self.spec.hidden, 0, own.width, self.device, self.dtype)
 
     def _read(self, checkpoint: Checkpoint) -> DecoderWeights:
-        packs = PackedWeight.takes(torch.empty(0, dtype=self.dtype, device=self.device))
-        kernel = PackedWeight if packs else DenseLinear
+        kernel = kernel_for(self.dtype, self.device)
         return DecoderWeights(checkpoint, self.dtype, self.device, kernel, int8=self._int8)
 
     def new_cache(self, *, capacity: int, rows: int) -> KVCache:

@@ -22,7 +22,16 @@ from specdec.native.types import CODE_BYTES, CODES, PAIR, PANEL, STEP, CProduct,
 from specdec.runners.memory_pages import HugePages
 from specdec.step.torch_switches import HOST
 
-__all__ = ["DenseLinear", "HeadOf", "LinearKernel", "PackedWeight", "Tokens", "linear_kernel", "why_not_packed"]
+__all__ = [
+    "DenseLinear",
+    "HeadOf",
+    "LinearKernel",
+    "PackedWeight",
+    "Tokens",
+    "kernel_for",
+    "linear_kernel",
+    "why_not_packed",
+]
 
 Tokens = Sequence[int] | npt.NDArray[np.int64]
 
@@ -49,6 +58,11 @@ def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"native products compute in float32 and bfloat16, and the model in {str(dtype)[6:]}"
     found = library() is not None
     return None if found else "native products need a C compiler (cc, gcc or clang), and none works here"
+
+
+def kernel_for(dtype: torch.dtype, device: torch.device) -> type[DenseLinear] | type[PackedWeight]:
+    """What holds the weights of a computation in this dtype on this device."""
+    return PackedWeight if why_not_packed(dtype, device) is None else DenseLinear
 
 
 def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseLinear | PackedWeight:
