@@ -5,7 +5,8 @@ static int64_t room_for(int64_t keys) { return padded(keys + 2 * LANES) + LANES;
 
 /* Floats of scratch that a thread needs for attention. */
 static int64_t room_for_attention(const Shape *m, int64_t keys) {
-    return room_for(keys) * together(m) * (m->query_heads / m->key_heads + 1) + room_for_tiles(m);
+    const int64_t heads = m->query_heads / m->key_heads;
+    return room_for(keys) * together(m) * (heads + 1) + room_beside(together(m) * heads, m->head_dim) + room_for_tiles(m);
 }
 
 /* Norms, rotates and scales one row's queries and keys in place; stores its keys and values in their slot. */
@@ -51,6 +52,14 @@ INLINE int64_t share(int64_t work, int64_t each, int64_t items) {
     return work < 0 ? 0 : work / each < items ? work / each : items;
 }
 
+/* Into how many pieces one row's queries of a key head are split, so that each thread has work. */
+INLINE int64_t pieces_of(const Shape *m, int64_t rows, const Team *team) {
+    const int64_t group = m->query_heads / m->key_heads;
+    int64_t pieces = 1;
+    while (rows == 1 && pieces < group && (m->key_heads * pieces < team->count || group % pieces)) pieces++;
+    return pieces;
+}
+
 /* Attention over the slots of layer n, which hold the rows' keys and values: of queries, scaled and of the kind that is
  * multiplied, in qkv [rows, stride], to mixed [rows, apart_by(query_heads * head_dim)]. Rows that attend together are of
  * one block and share its keys. `sinks`: [query_heads] or NULL. */
@@ -60,7 +69,7 @@ static void attend_rows(const Shape *m, const Rows *all, int64_t n, const float 
     const enum Kind kind = attends_in_pairs(m) ? PAIRS : m->half ? HALF : FULL;
     const int64_t mixed_stride = apart_by(m->query_heads * dim);
     const int64_t room = room_for(all->keys), most = together(m);
-    const int64_t pieces = all->rows == 1 ? group : 1, heads = group / pieces; /* heads of a piece; one row is split */
+    const int64_t pieces = pieces_of(m, all->rows, team), heads = group / pieces; /* heads of a piece */
     int64_t work = 0; /* the number of keys that all items read */
     for (const Block *b = all->blocks; b < all->blocks + all->count; b++) work += items_of(m, b, pieces) * keys_of(b);
     float *scores = scratch + team->me * room_for_attention(m, all->keys);
@@ -70,9 +79,10 @@ static void attend_rows(const Shape *m, const Rows *all, int64_t n, const float 
     for (const Block *b = all->blocks; b < all->blocks + all->count; from += b++->rows) {
         const Slots *s = b->slots + n;
         const int64_t items = items_of(m, b, pieces), each = s->stride * dim * size; /* bytes per key head */
-        int64_t begun[2 * TOGETHER], item = share(work * team->me / team->count - before, keys_of(b), items);
+        Path paths[2 * TOGETHER];
+        int64_t item = share(work * team->me / team->count - before, keys_of(b), items);
         const int64_t end = share(work * (team->me + 1) / team->count - before, keys_of(b), items);
-        for (int r = 0; r < most; r++) begun[r] = -1;
+        for (int r = 0; r < most; r++) paths[r].row = -1;
         for (int64_t count; item < end; item += count) {
             const int64_t r = item % b->rows, head = item / b->rows * heads, at = head / group * each;
             count = b->rows - r < end - item ? b->rows - r : end - item;
@@ -88,27 +98,20 @@ static void attend_rows(const Shape *m, const Rows *all, int64_t n, const float 
                          .scores = scores, .slots = slots, .dim = dim, .heads = heads, .room = room,
                          .rows = count, .query_stride = stride,
                          .output_stride = mixed_stride, .cap = cap,
-                         .sinks = sinks ? sinks + head : NULL, .kind = kind};
+                         .sinks = sinks ? sinks + head : NULL, .kind = kind,
+                         .beside = (float *)(slots + room * most), .common = s->window || all->spans ? 0 : b->length};
             const int32_t *spans = all->spans ? all->spans + 2 * (n * all->rows + from + r) : NULL;
+            seen.chain = !s->window && !spans;
+            for (int64_t row = b->first + r + 1; row < b->first + r + seen.rows; row++)
+                seen.chain &= b->parents[row] == row - 1;
             for (int64_t i = 0; spans && i < seen.rows; i++) seen.count[i] = spanned(spans + 2 * i, slots + i * room);
-            if (attends_in_tiles(m)) {
-                seen.chain = !s->window && !spans;
-                for (int64_t row = b->first + r + 1; row < b->first + r + seen.rows; row++)
-                    seen.chain &= b->parents[row] == row - 1;
-                for (int64_t i = seen.chain ? seen.rows - 1 : 0, own = 0; !spans && i < seen.rows; i++, own++)
-                    seen.count[i] = path(b, s, b->first + r + i, slots + own * room, begun + own);
-                for (int64_t i = 0; seen.chain && i < seen.rows; i++)
-                    seen.count[i] = seen.count[seen.rows - 1] - (seen.rows - 1 - i);
-                attend_tiles(&seen, (float *)(slots + room * most));
-                continue;
-            }
-            for (int64_t i = 0; !spans && i < seen.rows; i++) {
-                const int64_t row = b->first + r + i;
-                if (i && !s->window && b->parents[row] == row - 1)
-                    seen.count[i] = onward(b, s, row, slots + i * room, room, seen.count[i - 1]);
-                else seen.count[i] = path(b, s, row, slots + i * room, begun + i);
-            }
-            attend(&seen);
+            for (int64_t i = seen.chain ? seen.rows - 1 : 0, own = 0; !spans && i < seen.rows; i++, own++)
+                seen.count[i] = path(b, s, b->first + r + i, slots + own * room, paths + own);
+            for (int64_t i = 0; seen.chain && i < seen.rows; i++)
+                seen.count[i] = seen.count[seen.rows - 1] - (seen.rows - 1 - i);
+            seen.finite = seen.chain && all_finite(&seen, slots, seen.count[0], seen.count[seen.rows - 1]);
+            if (attends_in_tiles(m)) attend_tiles(&seen, seen.beside);
+            else attend(&seen);
             read = keys;
         }
         before += items * keys_of(b);

@@ -6,19 +6,6 @@
  * interleaved, for one span of blocks at a time. */
 enum { BLOCK = 32, SPAN = 8 };
 
-/* Transposes. */
-INLINE void transpose(floats v[TILE]) {
-#define SWAP(x)                                        \
-    for (int i = 0; i < TILE; i++)                     \
-        if (!(i & x)) {                                \
-            const floats t = CROSS(v[i], v[i + x], x); \
-            v[i] = BLEND(v[i], t, x);                  \
-            v[i + x] = BLEND(t, v[i + x], x);          \
-        }
-    EACH_BIT(SWAP)
-#undef SWAP
-}
-
 /* Floats of scratch for rows that attend by tiles: queries, outputs, some keys, and the values of a span. */
 INLINE int64_t room_for_tiles(const Shape *m) {
     const int64_t units = (together(m) * (m->query_heads / m->key_heads) + TILE - 1) / TILE * TILE;
@@ -141,18 +128,6 @@ static void mix_tiles(const Seen *a, float *sums, int64_t first, int64_t end, co
     }
 }
 
-/* Whether all values in the slots are finite, so that a weight of 0 adds 0. */
-static int all_finite(const Seen *a, const int32_t *slots, int64_t from, int64_t to) {
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    __mmask32 odd = 0;
-    for (int64_t s = from; s < to; s++)
-        for (int64_t d = 0; d < a->dim; d += STEP) {
-            const __m512i own = _mm512_loadu_si512(a->values + (slots[s] * a->dim + d) * 2);
-            odd |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(own, exponent), exponent);
-        }
-    return !odd;
-}
-
 /* Attention of rows by tiles; `rest` has room_for_tiles floats. Blocks that all rows see are done for all rows at
  * once, then the rest of each row's path by itself. In a chain, all rows share all blocks: later keys have weight 0
  * for earlier rows. */
@@ -168,7 +143,7 @@ static void attend_tiles(const Seen *a, float *rest) {
     }
     const int64_t whole = (longest + BLOCK - 1) / BLOCK * BLOCK;
     const int32_t *last = a->slots + (a->chain ? 0 : final * a->room);
-    if (a->chain) common = all_finite(a, last, shortest, longest) ? whole : shortest / BLOCK * BLOCK;
+    if (a->chain) common = a->finite ? whole : shortest / BLOCK * BLOCK;
     else
         for (common = 0; common + BLOCK <= shortest; common += BLOCK)
             for (int64_t r = 0; r < final; r++)

@@ -14,6 +14,8 @@
 #include "block_levels.h"
 #include "block_product.h"
 #include "product.h"
+#include "attention_path.h"
+#include "attention_block.h"
 #include "attention.h"
 #include "attention_tiles.h"
 #include "attention_layer.h"

@@ -77,6 +77,10 @@ enum { PEAK = 256, BLOCKS = 1024 };
 /* Heads of rows that attend at once, so that their keys are read once, and vectors of each head's values that are added
  * at once. */
 enum { UNITS = 3, WIDE = LANES / 4 };
+/* Units of rows that attend together, at most, if these are more rows than TOGETHER: their scores lie in the caches. */
+enum { ABREAST = 48 };
+/* Units that a block of keys or values is laid out anew for, at least; of which these many are scored at once. */
+enum { WORTH_TURNING = 2 * UNITS + 1, TURNED = LANES == 16 ? 12 : 6 };
 enum { AHEAD = 4096 }; /* bytes by which blocks and tiles of weights are prefetched */
 enum { PATIENCE = 4096 }; /* spins at a barrier before a thread yields its processor */
 

@@ -8,6 +8,15 @@
 INLINE int64_t padded(int64_t n) { return (n + PAIR - 1) / PAIR * PAIR; }
 INLINE floats spread(float x) { return x - (floats){0}; }
 
+/* Keeps a value in a register: without it gcc reads it again for each use. */
+#if LANES == 16
+#define HOLD(value) __asm__("" : "+v"(value))
+#elif defined(__AVX2__)
+#define HOLD(value) __asm__("" : "+x"(value))
+#else
+#define HOLD(value) (void)0
+#endif
+
 /* a * b + c */
 INLINE floats fused(floats a, floats b, floats c) {
 #if LANES == 16
@@ -144,9 +153,28 @@ static void store(void *to, int64_t at, const float *from, int64_t count, int ha
 #define FOLD(x) v += TURN(v, x);
 #define RAISE(x) v = larger(v, TURN(v, x));
 
+/* a > b ? a : b */
 INLINE floats larger(floats a, floats b) {
-    ints first = a > b;
+#if LANES == 16
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    const ints first = a > b;
     return (floats)(((ints)a & first) | ((ints)b & ~first));
+#endif
+}
+
+/* a < b ? a : b */
+INLINE floats smaller(floats a, floats b) {
+#if LANES == 16
+    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    const ints first = a < b;
+    return (floats)(((ints)a & first) | ((ints)b & ~first));
+#endif
 }
 
 INLINE float total(floats v) {
@@ -159,10 +187,23 @@ INLINE floats largest(floats v) { /* in all lanes */
     return v;
 }
 
+/* Swaps lanes and vectors. */
+INLINE void transpose(floats v[LANES]) {
+#define SWAP(x)                                        \
+    for (int i = 0; i < LANES; i++)                    \
+        if (!(i & x)) {                                \
+            const floats t = CROSS(v[i], v[i + x], x); \
+            v[i] = BLEND(v[i], t, x);                  \
+            v[i + x] = BLEND(t, v[i + x], x);          \
+        }
+    EACH_BIT(SWAP)
+#undef SWAP
+}
+
 INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 below -87 */
     const floats magic = spread(12582912.f); /* 1.5 * 2^23: the nearest integer lands in the low bits */
     ints live = x > spread(-87.f);
-    x = -larger(-larger(x, spread(-87.f)), spread(-88.f));
+    x = smaller(larger(x, spread(-87.f)), spread(88.f));
     floats n = fused(x, spread(1.44269504f), magic);
     ints power = (ints)n - (ints)magic;
     n -= magic;

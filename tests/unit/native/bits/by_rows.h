@@ -17,26 +17,25 @@ static void by_rows(void) {
         }
 }
 
-/* Attention by vectors, two rows of three heads each; one row after the other sees what both see. */
+/* Attention by vectors, rows of three heads each, for which blocks are turned; one row after the other sees what all see. */
 static void by_attention(void) {
-    enum { DIM = 48, HEADS = 3, SEEN = 37, ROOM = 64, ROWS = 2, WIDTH = HEADS * DIM };
+    enum { DIM = 48, HEADS = 3, SEEN = 37, ROOM = 64, ROWS = 3, WIDTH = HEADS * DIM };
     for (int half = 0; half < 2; half++) {
         group(half ? "attention in bfloat16" : "attention in float32");
         char *keys = memory(SEEN * DIM * 4), *values = memory(SEEN * DIM * 4);
         float *query = memory(ROWS * WIDTH * 4), *scores = memory(ROWS * HEADS * ROOM * 4), *found = memory(2 * ROWS * WIDTH * 4);
+        float *beside = memory(room_beside(ROWS * HEADS, DIM) * 4);
         int32_t slots[ROWS * ROOM];
         for (int64_t i = 0; i < SEEN * DIM; i++) put(keys, i, half, number(0)), put(values, i, half, number(0));
         for (int64_t i = 0; i < ROWS * WIDTH; i++) put(query, i, 0, number(0)); /* no large one, which would take all weight */
         for (int32_t n = 0; n < ROWS * ROOM; n++) slots[n] = n % ROOM * 5 % SEEN;
         Seen a = {.query = query, .output = found, .scores = scores, .keys = keys, .values = values, .slots = slots, .rows = ROWS,
                   .heads = HEADS, .dim = DIM, .room = ROOM, .query_stride = WIDTH, .output_stride = WIDTH,
-                  .count = {SEEN - 9, SEEN}, .cap = half ? 0 : 30, .kind = half ? HALF : FULL};
+                  .count = {SEEN - 9, SEEN, SEEN}, .cap = half ? 0 : 30, .kind = half ? HALF : FULL, .beside = beside};
         attend(&a);
         tell(found, ROWS * WIDTH, 'f');
         a.rows = 1, a.output = found + ROWS * WIDTH;
-        attend(&a);
-        a.query += WIDTH, a.output += WIDTH, a.count[0] = SEEN, a.slots += ROOM;
-        attend(&a);
+        for (int r = 0; r < ROWS; r++, a.query += WIDTH, a.output += WIDTH, a.count[0] = SEEN, a.slots += ROOM) attend(&a);
         same("attention", ROWS, 1, 0, found + ROWS * WIDTH, found, ROWS * WIDTH, 'f');
     }
 }
