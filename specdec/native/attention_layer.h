@@ -109,7 +109,7 @@ static void attend_rows(const Shape *m, const Rows *all, int64_t n, const float 
                 seen.count[i] = path(b, s, b->first + r + i, slots + own * room, paths + own);
             for (int64_t i = 0; seen.chain && i < seen.rows; i++)
                 seen.count[i] = seen.count[seen.rows - 1] - (seen.rows - 1 - i);
-            seen.finite = seen.chain && all_finite(&seen, slots, seen.count[0], seen.count[seen.rows - 1]);
+            seen.finite = seen.chain && all_finite(&seen, slots, seen.count[0] - 1, seen.count[seen.rows - 1]);
             if (attends_in_tiles(m)) attend_tiles(&seen, seen.beside);
             else attend(&seen);
             read = keys;

@@ -46,7 +46,7 @@ typedef struct {
     int64_t rows, heads, dim, room, query_stride, output_stride, count[2 * TOGETHER];
     int64_t common; /* slots that begin those of all rows; there may be more */
     int64_t chain;  /* the rows are a chain: each row's slots begin those of the last row, which alone are in `slots` */
-    int64_t finite; /* ... and values that not all of them see are finite: a weight of 0 makes 0 of them */
+    int64_t finite; /* ... and the values from the first row's last one on are finite: a weight of 0 makes 0 of them */
     float cap;
     const float *sinks; /* [heads] or NULL */
     enum Kind kind; /* FULL: float32; HALF: keys and values in bfloat16; PAIRS: queries and weights too */

@@ -5,12 +5,13 @@ It is a softmax over a list of seen keys.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specdec.native.library import library
@@ -117,14 +118,15 @@ class World:
             cache.commit(range(rows))
         return cache
 
-    def by_library(self, first: int = 0, *, ends: int | None = None) -> torch.Tensor:
-        """Attention of the tree's rows from ``first`` on by the library, or of as many of the last of them."""
-        case, cache, last = self.case, self.cache(), len(self.case.parents)
+    def by_library(self, first: int = 0, last: int | None = None, *, ends: int | None = None) -> torch.Tensor:
+        """Attention of the tree's rows [first, last) by the library, or of as many of the last of them."""
+        case, cache = self.case, self.cache()
+        last = len(case.parents) if last is None else last
         cache.write(0, *self.rows(case.length, case.length + first), case.length)
-        parents = None if self.draft.is_chain else case.parents
+        parents = None if self.draft.is_chain else case.parents[:last]
         rows = Rows(seam.Text(cache).rows([0] * (last - first), parents, first=first))
         rows.store(*self.rows(case.length + first, case.length + last), 0)
-        query, scale = self.query[:, :, first:], self.width**-0.5
+        query, scale = self.query[:, :, first:last], self.width**-0.5
         if ends is not None:
             return attend_ends(query, rows, 0, scale, [ends])
         return attend(query, rows, 0, scale, case.softcap, self.sinks)
@@ -163,6 +165,30 @@ def test_the_library_sees_the_same(dtype: torch.dtype, error: float, case: Case,
         assert torch.equal(world.by_library(first), whole[:, :, first:])
     if case.softcap is None and not sinks:
         assert torch.equal(world.by_library(ends=last + 1 - case.first), whole[:, :, case.first :])
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(
+    case=cases(),
+    broken=st.lists(st.tuples(st.integers(0, 60), st.sampled_from([math.inf, math.nan])), max_size=3),
+    keys=st.booleans(),
+)
+@example(case=Case(3, [-1, *range(8)], 0, None, None, 0), broken=[(3, math.inf)], keys=False)
+@example(case=Case(20, [-1, *range(8)], 0, None, None, 0), broken=[(25, math.nan)], keys=False)
+@settings(max_examples=60)
+def test_what_is_no_number_reaches_a_row_as_it_does_alone(
+    dtype: torch.dtype, case: Case, broken: list[tuple[int, float]], keys: bool
+) -> None:
+    """Rows that share a block fill it by other keys than a row alone does; 0 times inf is NaN."""
+    world, total = World(case, dtype, WIDE), case.length + len(case.parents)
+    for place, value in broken:
+        (world.keys if keys else world.values)[:, :, place % total, place % WIDE] = value
+    whole = world.by_library()
+    for row in range(len(case.parents)):
+        torch.testing.assert_close(
+            world.by_library(row, row + 1), whole[:, :, row : row + 1], rtol=0, atol=0, equal_nan=True
+        )
 
 
 def both(world: World) -> list[torch.Tensor]:
