@@ -198,11 +198,11 @@ INLINE void score_turned(const Seen *a, const float *keys, const float *queries,
     }
 }
 
-#define TURNED_UNITS(n)                                                                               \
-    case n:                                                                                       \
-        if (n > TURNED) return;                                                                   \
+#define TURNED_UNITS(n)                                                                            \
+    case n:                                                                                        \
+        if (n > TURNED) return;                                                                    \
         if (HAS_PAIRS && a->kind == PAIRS) score_turned(a, keys, queries, size, scores, n, PAIRS); \
-        else score_turned(a, keys, queries, size, scores, n, FULL);                               \
+        else score_turned(a, keys, queries, size, scores, n, FULL);                                \
         return;
 
 static void score_any_turned(const Seen *a, const float *keys, const float *queries, int64_t size, float *scores,
