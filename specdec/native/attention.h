@@ -4,13 +4,8 @@
 static void soften(float *scores, int64_t count, const float *sink) {
     floats most = spread(sink ? *sink : -INFINITY), sum = {0};
     for (int64_t rest = count; rest % LANES; rest++) scores[rest] = -INFINITY;
-    floats other = most;
-    for (int64_t s = 0; s + LANES < count; s += 2 * LANES) {
-        most = larger(load(scores, s, 0), most);
-        other = larger(load(scores, s + LANES, 0), other);
-    }
-    if ((count + LANES - 1) / LANES % 2) most = larger(load(scores, (count - 1) / LANES * LANES, 0), most);
-    most = largest(larger(other, most));
+    for (int64_t s = 0; s < count; s += LANES) most = larger(load(scores, s, 0), most);
+    most = largest(most);
     for (int64_t s = 0; s < count; s += LANES) {
         floats e = exponential(load(scores, s, 0) - most);
         *(floats *)(scores + s) = e;

@@ -165,18 +165,6 @@ INLINE floats larger(floats a, floats b) {
 #endif
 }
 
-/* a < b ? a : b */
-INLINE floats smaller(floats a, floats b) {
-#if LANES == 16
-    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-    return (floats)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-    const ints first = a < b;
-    return (floats)(((ints)a & first) | ((ints)b & ~first));
-#endif
-}
-
 INLINE float total(floats v) {
     EACH_BIT(FOLD)
     return v[0];
@@ -203,7 +191,7 @@ INLINE void transpose(floats v[LANES]) {
 INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 below -87 */
     const floats magic = spread(12582912.f); /* 1.5 * 2^23: the nearest integer lands in the low bits */
     ints live = x > spread(-87.f);
-    x = smaller(larger(x, spread(-87.f)), spread(88.f));
+    x = -larger(-larger(x, spread(-87.f)), spread(-88.f));
     floats n = fused(x, spread(1.44269504f), magic);
     ints power = (ints)n - (ints)magic;
     n -= magic;
