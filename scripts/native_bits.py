@@ -39,6 +39,10 @@ TARGETS = {
         ("-march=x86-64-v4", *(f"-m{one}" for one in _PAIRS), "-mamx-tile", "-mamx-bf16"),
         (*_V4, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"),
     ),
+    "tiles, emulated": (
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512vbmi", "-DEMULATE_TILES"),
+        (*_V4, "avx512_vnni", "avx512vbmi"),
+    ),
     "arm": (("-march=armv8-a", "-static"), ()),
 }
 """Flags of the compiler, and the processor's features that a build needs, as the system names them."""
@@ -58,8 +62,13 @@ class Build:
     contract: str = "off"
     small: bool = False  # only the groups without products, which compile in seconds
 
+    @property
+    def _compiler(self) -> str:
+        """gcc takes the place of a clang that is missing: level, tuning and contraction still differ."""
+        return "gcc" if self.compiler == "clang" and shutil.which("clang") is None else self.compiler
+
     def __str__(self) -> str:
-        how = f"{self.compiler} {self.level} for {self.target}, tuned for {self.tune}, contract {self.contract}"
+        how = f"{self._compiler} {self.level} for {self.target}, tuned for {self.tune}, contract {self.contract}"
         return how + (", without products" if self.small else "")
 
     @property
@@ -68,7 +77,7 @@ class Build:
 
     def missing(self) -> str | None:
         """What this machine lacks for it, or None."""
-        if lacking := [one for one in (self.compiler, *self._emulator) if shutil.which(one) is None]:
+        if lacking := [one for one in (self._compiler, *self._emulator) if shutil.which(one) is None]:
             return f"no {lacking[0]}"
         if lacking := sorted({*TARGETS[self.target][1]} - _features()):
             return f"a processor without {lacking[0]}"
@@ -80,7 +89,7 @@ class Build:
         flags = (self.level, *TARGETS[self.target][0], *tune, f"-ffp-contract={self.contract}", "-fno-math-errno", "-w")
         part = ("-DSMALL", "-fwhole-program") if self.small else ()  # what is not called is not compiled
         include = f"-I{ROOT / 'specdec' / 'native'}"
-        return [self.compiler, *flags, *part, "-fopenmp", include, str(DRIVER), "-o", str(made), "-lm"]
+        return [self._compiler, *flags, *part, "-fopenmp", include, str(DRIVER), "-o", str(made), "-lm"]
 
     def run(self, folder: Path, quick: bool = False) -> tuple[str, dict[str, str]]:
         """Its class, and the hash of each group of results; `quick` tries fewer numbers of rows beside a row.
@@ -117,6 +126,7 @@ CHOSEN = (
     Build("clang", "v4", "-O2", "generic", "off"),
     Build("clang", "pairs", "-O2", "generic", "fast"),
     Build("gcc", "tiles", "-O3", "sapphirerapids", "off"),
+    Build("gcc", "tiles, emulated", "-O2", "generic", "fast"),
     Build(ARM, "arm", "-O1", "generic", "fast"),
 )
 """In each class both compilers, both levels, and contraction off and fast. CI has all that its machine runs but Arm."""

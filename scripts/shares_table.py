@@ -3,9 +3,10 @@
     python scripts/shares_table.py --model smollm2 --model FILE.gguf     # on a quiet machine
 
 It measures as ``specdec tune`` does, natively and with kernels compiled for AVX2, but times the library's call alone:
-layers, head and the search for the likeliest token, without Python and torch around them. Rows of the same processor,
-arithmetic and model are replaced, all others stay. A model whose share is above 1 is said and not written, and the
-script exits with 1: its weights stay in a cache, or other work ran meanwhile.
+layers, head and the search for the likeliest token, without Python and torch around them. Limits and forwards are
+measured in turn, as what a core reads changes from minute to minute, and medians of the rounds' figures are written.
+Rows of the same processor, arithmetic and model are replaced, all others stay. A model whose share is above 1 is said
+and not written, and the script exits with 1: its weights stay in a cache, or other work ran meanwhile.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 ROWS = (1, 2, 3, 4, 6, 8, 16)
+ROUNDS = 5
 PAGE = Path(__file__).parents[1] / "docs/speed.md"
 MARKS = "<!-- shares_table -->\n", "<!-- end of shares -->"
 AVX2 = "-march=x86-64-v3"
@@ -52,7 +55,7 @@ def measured(model: str, dtype: str, threads: int, length: int, seconds: float) 
     from specdec import Engine
     from specdec.costs.machine import processor
     from specdec.costs.measuring import measure
-    from specdec.costs.shares import shares
+    from specdec.costs.shares import Shares, shares
     from specdec.native import limits
     from specdec.native.library import arithmetic, library
 
@@ -60,20 +63,29 @@ def measured(model: str, dtype: str, threads: int, length: int, seconds: float) 
     target = Engine.from_pretrained(model, drafter="none", dtype=dtype, execution="native").target
     if (native := library()) is None:
         sys.exit("the native library is not there; `specdec info` says why")
-    reading = limits.measure((), threads).reading
     clock = CallClock(native.specdec_run_layers)
     native.specdec_run_layers = clock.timed
-    curve = measure(target, rows=ROWS, lengths=(length,), seconds=seconds, clock=clock)
-    found = shares(curve, target, reading=reading)
-    if found is None:
-        sys.exit(f"{model} has no limits here: no native layers run it")
-    if max(found.of[0]) > 1:
+    rounds = list[tuple[Sequence[float], Shares]]()  # times, and what follows
+    for _ in range(ROUNDS):
+        reading = limits.measure((), threads).reading
+        curve = measure(target, rows=ROWS, lengths=(length,), seconds=seconds, clock=clock)
+        found = shares(curve, target, reading=reading)
+        if found is None:
+            sys.exit(f"{model} has no limits here: no native layers run it")
+        if len(curve.rows) < len(ROWS):
+            sys.exit(f"{model}: --seconds {seconds:g} are too few for {ROWS[-1]} rows")
+        rounds.append((curve.seconds[0], found))
+    taken = [median(own) for own in zip(*(times for times, _ in rounds), strict=True)]
+    parts = [median(own) for own in zip(*(found.of[0] for _, found in rounds), strict=True)]
+    if max(parts) > 1:
         sys.exit(f"{model}, {arithmetic()}: {found.describe()}")
-    best = found.limits
-    by = ", ".join(f"{best.multiplying[one] / 1e9:.0f} ({one})" for one in found.multiplied)
-    times = [f"{time * 1e3:.1f} ms: {share:.2f}" for time, share in zip(curve.seconds[0], found.of[0], strict=True)]
+    by = ", ".join(
+        f"{median(own.limits.multiplying[one] for _, own in rounds) / 1e9:.0f} ({one})" for one in found.multiplied
+    )
+    read = f"{median(own.limits.reading for _, own in rounds) / 1e9:.1f}"
+    cells = [f"{time * 1e3:.1f} ms: {share:.2f}" for time, share in zip(taken, parts, strict=True)]
     name = f"{Path(model).name}, {dtype}, {threads} thread{'s' * (threads > 1)}, after {length}"
-    return [processor(torch.device("cpu")), str(arithmetic()), name, f"{best.reading / 1e9:.1f}", by, *times]
+    return [processor(torch.device("cpu")), str(arithmetic()), name, read, by, *cells]
 
 
 def merged(page: str, rows: list[list[str]]) -> str:
@@ -95,7 +107,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--length", type=int, default=128, help="tokens in the cache")
-    parser.add_argument("--seconds", type=float, default=10, help="about how long to measure each row of the table")
+    parser.add_argument("--seconds", type=float, default=4, help="about how long to measure forwards in a round")
     options = parser.parse_args()
     if WORKER in os.environ:
         row = measured(options.model[0], options.dtype, options.threads, options.length, options.seconds)

@@ -41,6 +41,12 @@ __attribute__((noinline)) static __m256i emulated_dpwssd(__m256i sum, __m256i co
 #define _mm256_dpbusd_avx_epi32 emulated_dpbusd
 #define _mm256_dpwssd_avx_epi32 emulated_dpwssd
 #endif
+#ifdef EMULATE_TILES
+#include "emulated.h"
+#define OF_A_PROCESSOR ", emulated"
+#else
+#define OF_A_PROCESSOR ""
+#endif
 #include "layers.c"
 
 #include "made.h"
@@ -54,7 +60,7 @@ __attribute__((noinline)) static __m256i emulated_dpwssd(__m256i sum, __m256i co
 
 int main(int count, char **arguments) {
     quick = count > 1 && !strcmp(arguments[1], "quick");
-    printf("%s\n", specdec_arithmetic());
+    printf("%s" OF_A_PROCESSOR "\n", specdec_arithmetic());
     by_rows(), by_attention(), by_one_block(), by_slots();
 #ifdef SMALL
     try_scores(0), try_scores(1), try_ranks();
