@@ -1,26 +1,29 @@
-/* Code for AVX512_BF16 and AMX on a machine with AVX-512 alone: their instructions in C. What a processor does not allow,
- * a tile of another shape say, ends the program. Small numbers count as zero, in operands and in results. Whether other
- * bits are those of a processor was not tried, so hashes are of a class of their own. */
+/* Code for AVX512_BF16 and AMX on a machine with AVX-512 alone: their instructions in C, as Intel describes them. Numbers that
+ * are too small for a normal one count as zero. What a processor does not allow, a tile of another shape say, ends the
+ * program. The driver's hash by pairs was that of a Xeon with both. By tiles it was not compared with a processor's, so
+ * hashes are of a class of their own. */
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Sums plus the products of pairs: those of the second numbers first. */
 static __m512 emulated_flush(__m512 x) {
     const __m512i bits = (__m512i)x;
     const __mmask16 small = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
     return (__m512)_mm512_mask_and_epi32(bits, small, bits, _mm512_set1_epi32(INT32_MIN));
 }
-static __m512 emulated_dpbf16(__m512 sum, __m512bh one, __m512bh other) {
-    const __m512i upper = _mm512_set1_epi32(0xffff0000), a = (__m512i)one, b = (__m512i)other;
-    const __m512 second = _mm512_mul_ps(emulated_flush((__m512)_mm512_and_si512(a, upper)),
-                                        emulated_flush((__m512)_mm512_and_si512(b, upper)));
-    const __m512 first = _mm512_mul_ps(emulated_flush((__m512)_mm512_slli_epi32(a, 16)),
-                                       emulated_flush((__m512)_mm512_slli_epi32(b, 16)));
-    sum = emulated_flush(_mm512_add_ps(emulated_flush(sum), emulated_flush(second)));
-    return emulated_flush(_mm512_add_ps(sum, emulated_flush(first)));
+
+/* Sums plus products of each pair's first or second numbers. */
+static __m512 emulated_add_products(__m512 sums, __m512i one, __m512i other, int second) {
+    const __m512i upper = _mm512_set1_epi32(0xffff0000);
+    const __m512 a = (__m512)(second ? _mm512_and_si512(one, upper) : _mm512_slli_epi32(one, 16));
+    const __m512 b = (__m512)(second ? _mm512_and_si512(other, upper) : _mm512_slli_epi32(other, 16));
+    return emulated_flush(_mm512_fmadd_ps(emulated_flush(a), emulated_flush(b), emulated_flush(sums)));
+}
+static __m512 emulated_dpbf16(__m512 sums, __m512bh one, __m512bh other) {
+    sums = emulated_add_products(sums, (__m512i)one, (__m512i)other, 1);
+    return emulated_add_products(sums, (__m512i)one, (__m512i)other, 0);
 }
 
 /* Two vectors in bfloat16, to the nearest, ties to even; the second vector's numbers come first. */
@@ -72,13 +75,16 @@ static void emulated_multiply(int to, int one, int other) {
     emulated_require(emulated.shaped && emulated.rows[to] == emulated.rows[one]);
     emulated_require(emulated.bytes[one] == 4 * emulated.rows[other] && emulated.bytes[to] == emulated.bytes[other]);
     for (int row = 0; row < emulated.rows[to]; row++) {
-        __m512 sum = _mm512_loadu_ps(emulated.at[to][row]);
+        __m512 sums = _mm512_loadu_ps(emulated.at[to][row]), products[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
         for (int pair = 0; pair < emulated.rows[other]; pair++) {
             int32_t two;
             memcpy(&two, emulated.at[one][row] + sizeof two * pair, sizeof two);
-            sum = emulated_dpbf16(sum, (__m512bh)_mm512_set1_epi32(two), (__m512bh)_mm512_loadu_si512(emulated.at[other][pair]));
+            for (int second = 0; second < 2; second++)
+                products[second] = emulated_add_products(products[second], _mm512_set1_epi32(two),
+                                                         _mm512_loadu_si512(emulated.at[other][pair]), second);
         }
-        _mm512_storeu_ps(emulated.at[to][row], sum);
+        products[0] = emulated_flush(_mm512_add_ps(products[0], products[1]));
+        _mm512_storeu_ps(emulated.at[to][row], emulated_flush(_mm512_add_ps(emulated_flush(sums), products[0])));
     }
 }
 static void emulated_release(void) { emulated.shaped = 0; }
