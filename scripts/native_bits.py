@@ -67,9 +67,14 @@ class Build:
         """gcc takes the place of a clang that is missing: level, tuning and contraction still differ."""
         return "gcc" if self.compiler == "clang" and shutil.which("clang") is None else self.compiler
 
-    def __str__(self) -> str:
-        how = f"{self._compiler} {self.level} for {self.target}, tuned for {self.tune}, contract {self.contract}"
+    @property
+    def name(self) -> str:
+        """The same on every machine."""
+        how = f"{self.compiler} {self.level} for {self.target}, tuned for {self.tune}, contract {self.contract}"
         return how + (", without products" if self.small else "")
+
+    def __str__(self) -> str:
+        return self.name if self._compiler == self.compiler else f"{self.name}, by {self._compiler}"
 
     @property
     def _emulator(self) -> list[str]:

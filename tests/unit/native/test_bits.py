@@ -34,7 +34,7 @@ def test_bits_without_products_are_those_of_the_class(tmp_path: Path, shared: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [pytest.param(one, id=str(one)) for one in BUILDS])
+@pytest.mark.parametrize("build", [pytest.param(one, id=one.name) for one in BUILDS])
 def test_a_build_s_bits_are_those_of_its_class(build: Build, tmp_path: Path, shared: Path) -> None:
     again = any(one.target == build.target for one in BUILDS[: BUILDS.index(build)])
     _check(build, tmp_path, shared, quick=again)
