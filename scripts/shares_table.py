@@ -49,7 +49,7 @@ class CallClock:
 
 
 def measured(model: str, dtype: str, threads: int, length: int, seconds: float) -> list[str]:
-    """A row of the table. Raises SystemExit where a share is above 1."""
+    """A row of the table. Raises SystemExit where a share is above 1, or where not all rows were measured."""
     import torch
 
     from specdec import Engine
@@ -73,12 +73,13 @@ def measured(model: str, dtype: str, threads: int, length: int, seconds: float) 
         if found is None:
             sys.exit(f"{model} has no limits here: no native layers run it")
         if len(curve.rows) < len(ROWS):
-            sys.exit(f"{model}: --seconds {seconds:g} are too few for {ROWS[-1]} rows")
+            sys.exit(f"{model}: --seconds {seconds:g} are too few to time forwards of up to {ROWS[-1]} rows; give more")
         rounds.append((curve.seconds[0], found))
     taken = [median(own) for own in zip(*(times for times, _ in rounds), strict=True)]
     parts = [median(own) for own in zip(*(found.of[0] for _, found in rounds), strict=True)]
     if max(parts) > 1:
-        sys.exit(f"{model}, {arithmetic()}: {found.describe()}")
+        highest = max((own for _, own in rounds), key=lambda own: max(own.of[0]))
+        sys.exit(f"{model}, {arithmetic()}: {highest.describe()}")
     by = ", ".join(
         f"{median(own.limits.multiplying[one] for _, own in rounds) / 1e9:.0f} ({one})" for one in found.multiplied
     )
