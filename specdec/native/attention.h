@@ -2,12 +2,15 @@
 
 /* Softmax of scores in place, padded with zeros to a whole block. `sink`: one more score, of no key, or NULL. */
 static void soften(float *scores, int64_t count, const float *sink) {
-    floats most = spread(sink ? *sink : -INFINITY), sum = {0};
+    floats most = spread(sink ? *sink : -INFINITY), other = most, sum = {0};
     for (int64_t rest = count; rest % LANES; rest++) scores[rest] = -INFINITY;
-    for (int64_t s = 0; s < count; s += LANES) most = larger(load(scores, s, 0), most);
-    most = largest(most);
+    for (int64_t s = 0; s < count; s += 2 * LANES) {
+        most = larger(load(scores, s, 0), most);
+        if (s + LANES < count) other = larger(load(scores, s + LANES, 0), other);
+    }
+    most = largest(larger(most, other));
     for (int64_t s = 0; s < count; s += LANES) {
-        floats e = exponential(load(scores, s, 0) - most);
+        floats e = exponential_of_negative(load(scores, s, 0) - most);
         *(floats *)(scores + s) = e;
         sum += e;
     }

@@ -131,14 +131,12 @@ static void mix_any(const Seen *a, const Keys *block, float *const own[UNITS], c
 
 /* A block's keys turned: [dim][LANES] floats, or [dim / 2][LANES] pairs. */
 static void turn_keys(const Keys *block, int64_t dim, float *to) {
-    for (int64_t d = 0, count; d < dim; d += count) {
-        const int twos = block->kind != FULL && d + 2 * LANES <= dim; /* whether a float's place holds two numbers */
-        floats own[LANES];
-        count = twos ? 2 * LANES : LANES;
-        for (int k = 0; k < LANES; k++) own[k] = twos ? load(block->at[k], d / 2, 0) : load(block->at[k], d, block->kind != FULL);
-        transpose(own);
-        for (int i = 0; i < LANES; i++) {
-            if (twos && block->kind == HALF) {
+    const int64_t places = block->kind == FULL ? dim : dim / 2; /* of floats, which hold two numbers in bfloat16 */
+    for (int64_t at = 0; at < places; at += 4) {
+        floats own[4];
+        transpose(block->at, at, own);
+        for (int i = 0; i < 4; i++) {
+            if (block->kind == HALF) {
                 *(floats *)to = (floats)((words)own[i] << 16);
                 to += LANES;
                 own[i] = (floats)((words)own[i] & 0xffff0000);
@@ -149,19 +147,23 @@ static void turn_keys(const Keys *block, int64_t dim, float *to) {
     }
 }
 
+/* A unit's query, of `size` floats. */
+INLINE const char *query_of(const Seen *a, int64_t unit, int64_t size) {
+    return (const char *)(a->query + unit / a->heads * a->query_stride + unit % a->heads * size);
+}
+
 /* The units' queries turned: [size][rounded_up(units)] floats, or pairs. */
 static void turn_queries(const Seen *a, int64_t size, float *to) {
     const int64_t units = a->rows * a->heads, apart = rounded_up(units);
-    for (int64_t first = 0; first < units; first += LANES)
-        for (int64_t d = 0; d < size; d += LANES) {
-            floats own[LANES];
-            for (int64_t u = 0; u < LANES; u++) {
-                const int64_t unit = first + u < units ? first + u : units - 1;
-                own[u] = load(a->query, unit / a->heads * a->query_stride + unit % a->heads * size + d, 0);
-            }
-            transpose(own);
-            for (int i = 0; i < LANES; i++) *(floats *)(to + (d + i) * apart + first) = own[i];
+    for (int64_t first = 0; first < units; first += LANES) {
+        const char *rows[LANES];
+        for (int64_t u = 0; u < LANES; u++) rows[u] = query_of(a, first + u < units ? first + u : units - 1, size);
+        for (int64_t d = 0; d < size; d += 4) {
+            floats own[4];
+            transpose(rows, d, own);
+            for (int i = 0; i < 4; i++) *(floats *)(to + (d + i) * apart + first) = own[i];
         }
+    }
 }
 
 /* The scores that `score` finds, of keys and queries that are turned, which takes no sums over lanes. */

@@ -15,16 +15,15 @@ INLINE int64_t room_for_tiles(const Shape *m) {
 /* Arranges the units' queries as [units / TILE][dim / STEP][STEP / 2][TILE] pairs. */
 static void gather_queries(const Seen *a, float *to) {
     const int64_t units = a->rows * a->heads;
-    for (int64_t first = 0; first < units; first += TILE)
-        for (int64_t d = 0; d < a->dim / 2; d += TILE, to += TILE * TILE) {
-            floats pairs[TILE];
-            for (int64_t u = 0; u < TILE; u++) {
-                const int64_t unit = first + u < units ? first + u : units - 1;
-                pairs[u] = load(a->query, unit / a->heads * a->query_stride + unit % a->heads * (a->dim / 2) + d, 0);
-            }
-            transpose(pairs);
-            for (int i = 0; i < TILE; i++) *(floats *)(to + i * TILE) = pairs[i];
+    for (int64_t first = 0; first < units; first += TILE) {
+        const char *rows[TILE];
+        for (int64_t u = 0; u < TILE; u++) rows[u] = query_of(a, first + u < units ? first + u : units - 1, a->dim / 2);
+        for (int64_t d = 0; d < a->dim / 2; d += 4, to += 4 * TILE) {
+            floats own[4];
+            transpose(rows, d, own);
+            memcpy(to, own, sizeof own);
         }
+    }
 }
 
 /* Scores of units [first, end) for the keys in `slots` [from, to), of which the first `count` are seen. */
@@ -32,6 +31,8 @@ static void score_tiles(const Seen *a, const float *queries, int64_t first, int6
                         int64_t from, int64_t to, int64_t count, char *beside) {
     const int64_t size = 2 * a->dim;
     float found[TILE * TILE] __attribute__((aligned(64)));
+    const char *rows[TILE]; /* of what is found */
+    for (int i = 0; i < TILE; i++) rows[i] = (const char *)(found + i * TILE);
     if (to > count) to = count;
     for (int64_t s = from; s < to; s += TILE) {
         const char *keys = a->keys + slots[s] * size;
@@ -51,14 +52,12 @@ static void score_tiles(const Seen *a, const float *queries, int64_t first, int6
             }
             _tile_stored(0, found, 4 * TILE);
             FENCE;
-            floats own[TILE];
-            for (int i = 0; i < TILE; i++) own[i] = load(found, i * TILE, 0);
-            transpose(own);
+            floats own[4]; /* scores of four units */
             for (int64_t u = 0; u < TILE; u++) {
                 const int64_t unit = tile * TILE + u;
+                if (u % 4 == 0) transpose(rows, u, own);
                 if (unit < first || unit >= end) continue;
-                if (a->cap) own[u] = capped(a, own[u]);
-                *(floats *)(a->scores + unit * a->room + s) = own[u];
+                *(floats *)(a->scores + unit * a->room + s) = a->cap ? capped(a, own[u % 4]) : own[u % 4];
             }
         }
     }

@@ -175,23 +175,36 @@ INLINE floats largest(floats v) { /* in all lanes */
     return v;
 }
 
-/* Swaps lanes and vectors. */
-INLINE void transpose(floats v[LANES]) {
-#define SWAP(x)                                        \
-    for (int i = 0; i < LANES; i++)                    \
-        if (!(i & x)) {                                \
-            const floats t = CROSS(v[i], v[i + x], x); \
-            v[i] = BLEND(v[i], t, x);                  \
-            v[i + x] = BLEND(t, v[i + x], x);          \
-        }
-    EACH_BIT(SWAP)
+/* The numbers at..at + 3 of LANES rows, a number of every row in each vector. */
+INLINE void transpose(const char *const rows[LANES], int64_t at, floats to[4]) {
+    for (int i = 0; i < 4; i++) {
+#if LANES == 16
+        __m512 four = _mm512_castps128_ps512(_mm_loadu_ps((const float *)rows[i] + at));
+        four = _mm512_insertf32x4(four, _mm_loadu_ps((const float *)rows[i + 4] + at), 1);
+        four = _mm512_insertf32x4(four, _mm_loadu_ps((const float *)rows[i + 8] + at), 2);
+        to[i] = (floats)_mm512_insertf32x4(four, _mm_loadu_ps((const float *)rows[i + 12] + at), 3);
+#elif defined(__AVX2__)
+        const __m256 four = _mm256_castps128_ps256(_mm_loadu_ps((const float *)rows[i] + at));
+        to[i] = (floats)_mm256_insertf128_ps(four, _mm_loadu_ps((const float *)rows[i + 4] + at), 1);
+#else
+        memcpy(to + i, (const float *)rows[i] + at, 16);
+        memcpy((char *)(to + i) + 16, (const float *)rows[i + 4] + at, 16);
+#endif
+    }
+#define SWAP(i, x)                                    \
+    {                                                 \
+        const floats t = CROSS(to[i], to[i + x], x);  \
+        to[i] = BLEND(to[i], t, x);                   \
+        to[i + x] = BLEND(t, to[i + x], x);           \
+    }
+    SWAP(0, 2) SWAP(1, 2) SWAP(0, 1) SWAP(2, 1)
 #undef SWAP
 }
 
-INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 below -87 */
+INLINE floats exponential_of_negative(floats x) { /* e^x for x <= 0 to two units in the last place; 0 below -87 */
     const floats magic = spread(12582912.f); /* 1.5 * 2^23: the nearest integer lands in the low bits */
     ints live = x > spread(-87.f);
-    x = -larger(-larger(x, spread(-87.f)), spread(-88.f));
+    x = larger(x, spread(-87.f));
     floats n = fused(x, spread(1.44269504f), magic);
     ints power = (ints)n - (ints)magic;
     n -= magic;
@@ -204,6 +217,8 @@ INLINE floats exponential(floats x) { /* e^x to two units in the last place; 0 b
     p = fused(fused(p, r, spread(1.f)), r, spread(1.f));
     return (floats)(((ints)p + (power << 23)) & live);
 }
+
+INLINE floats exponential(floats x) { return exponential_of_negative(-larger(spread(-88.f), -x)); }
 
 INLINE float exponential_one(float x) { return x != x ? x : exponential(spread(x))[0]; }
 

@@ -169,6 +169,18 @@ def test_the_library_sees_the_same(dtype: torch.dtype, error: float, case: Case,
 
 @pytest.mark.skipif(library() is None, reason="no C compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_key_far_above_the_others_has_all_weight(dtype: torch.dtype) -> None:
+    """Wherever it lies: exponentials are of scores below the largest of all, or they would overflow."""
+    world = World(Case(50, [-1], 0, None, None, 0), dtype, WIDE)
+    world.query.fill_(1)
+    for place in range(51):
+        world.keys.zero_()
+        world.keys[:, :, place] = 300 / WIDE**0.5  # a score of 300; the others' are 0
+        assert torch.equal(world.by_library()[0, :, 0], world.values[0, :, place].repeat_interleave(HEADS // GROUPS, 0))
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(
     case=cases(),
     broken=st.lists(st.tuples(st.integers(0, 60), st.sampled_from([math.inf, math.nan])), max_size=3),
