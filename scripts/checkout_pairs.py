@@ -59,13 +59,17 @@ def serve(tasks: IO[str], answers: IO[str]) -> None:
             texts.append(out.token_ids)
         return seconds, texts
 
+    texts: dict[tuple[int, int], Any] = {}  # by rows and tokens before them: filled once, so that pairs follow closely
+
     def forward(rows: int, behind: int) -> tuple[float, Any]:
         from tests import seam  # of the checkout, whose way to make a forward it knows
 
         ids = [5 + i * 7919 % (target.vocab_size - 10) for i in range(behind + rows)]
         with torch.inference_mode(), target.active():
-            own = seam.text(target, capacity=behind + rows, rows=max(rows, behind)).fill(ids[:behind], behind)
-            times = []
+            if (rows, behind) not in texts:
+                text = seam.text(target, capacity=behind + rows, rows=max(rows, behind))
+                texts[rows, behind] = text.fill(ids[:behind], behind)
+            own, times = texts[rows, behind], []
             for _ in range(REPEATS):
                 begun = time.perf_counter()
                 own.run(ids[behind:])
