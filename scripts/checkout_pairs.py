@@ -115,7 +115,9 @@ def interval(logs: list[float]) -> tuple[float, float, float]:
 def main(
     before: Annotated[
         Path | None,
-        typer.Argument(help="The other checkout's folder; without one, drafters are set beside none.", file_okay=False),
+        typer.Argument(
+            help="The other checkout's folder; without one, drafters are set beside none.", exists=True, file_okay=False
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help="A model, as specdec generate takes it.")] = "tiny",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
